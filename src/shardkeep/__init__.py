@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shardkeep: distributed checkpoints, saved by any number of processes, loaded by any other.
+
+Names are resolved on first use, so that importing the package costs nothing and brings in no
+framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "checkpoint": ("Checkpoint", "SubView", "TensorView"),
+    "checkpointer": ("Checkpointer", "gc", "load", "open", "save", "verify"),
+    "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
+    "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
+    "errors": (
+        "CheckpointError",
+        "CheckpointExistsError",
+        "CheckpointNotFoundError",
+        "CorruptionError",
+        "FormatError",
+        "MismatchError",
+        "MissingDependencyError",
+        "PlanError",
+        "RankError",
+        "StorageError",
+        "UnsafeCheckpointError",
+        "UnsupportedValueError",
+    ),
+    "formats.native.commit": ("GcResult",),
+    "formats.native.reader": ("NativeReader",),
+    "formats.native.verifying": ("Problem", "VerifyReport"),
+    "formats.native.writer": ("NativeWriter",),
+    "loading": ("LoadResult",),
+    "metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageLocation",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "planner": (
+        "LoadPlan",
+        "LoadPlanner",
+        "ReadItem",
+        "SavePlan",
+        "SavePlanner",
+        "WriteItem",
+    ),
+    "saving": ("SaveResult",),
+    "sharding": (
+        "ChunkShardingSpec",
+        "EnumerableShardingSpec",
+        "LocalShard",
+        "MeshShardingSpec",
+        "Replicate",
+        "Shard",
+        "ShardMetadata",
+        "ShardedArray",
+        "ShardedTensorMetadata",
+    ),
+    "storage": ("StorageReader", "StorageWriter", "WriteResult"),
+    "tree": ("PerRank", "Stateful"),
+}
+
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+def __getattr__(name: str) -> object:
+    """Import the module a public name lives in, the first time it is asked for."""
+    module = _HOME.get(name)
+    if module is None:
+        raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"shardkeep.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names, imported or not."""
+    return __all__
+
+
+if TYPE_CHECKING:
+    from shardkeep.checkpoint import Checkpoint, SubView, TensorView
+    from shardkeep.checkpointer import Checkpointer, gc, load, open, save, verify
+    from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
+    from shardkeep.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from shardkeep.errors import (
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointNotFoundError,
+        CorruptionError,
+        FormatError,
+        MismatchError,
+        MissingDependencyError,
+        PlanError,
+        RankError,
+        StorageError,
+        UnsafeCheckpointError,
+        UnsupportedValueError,
+    )
+    from shardkeep.formats.native.commit import GcResult
+    from shardkeep.formats.native.reader import NativeReader
+    from shardkeep.formats.native.verifying import Problem, VerifyReport
+    from shardkeep.formats.native.writer import NativeWriter
+    from shardkeep.loading import LoadResult
+    from shardkeep.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageLocation,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from shardkeep.planner import (
+        LoadPlan,
+        LoadPlanner,
+        ReadItem,
+        SavePlan,
+        SavePlanner,
+        WriteItem,
+    )
+    from shardkeep.saving import SaveResult
+    from shardkeep.sharding import (
+        ChunkShardingSpec,
+        EnumerableShardingSpec,
+        LocalShard,
+        MeshShardingSpec,
+        Replicate,
+        Shard,
+        ShardedArray,
+        ShardedTensorMetadata,
+        ShardMetadata,
+    )
+    from shardkeep.storage import StorageReader, StorageWriter, WriteResult
+    from shardkeep.tree import PerRank, Stateful

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""numpy arrays, with the element types of ml_dtypes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.arrays import (
+    ArrayParts,
+    HostSink,
+    HostSource,
+    LocalArray,
+    LocalTarget,
+    Memory,
+    SinkPiece,
+    SourcePiece,
+)
+from shardkeep.boxes import whole
+from shardkeep.dtypes import TABLE, DType
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.metadata import TensorProperties
+
+__all__ = ["ADAPTER"]
+
+Array = npt.NDArray[np.generic]
+
+
+class NumpyArrays:
+    """The adapter for `numpy.ndarray`."""
+
+    def claims(self, kind: type) -> bool:
+        """Arrays, not scalars: those are plain values."""
+        return issubclass(kind, np.ndarray)
+
+    def held(self, value: object, where: str) -> LocalArray:
+        """A numpy array is whole on its rank."""
+        array = _checked(value, where)
+        dtype = _dtype_of(array, where)
+        tie = None
+        if array.size:
+            address = array.__array_interface__["data"][0]
+            tie = ("numpy", address, array.strides, array.dtype.str)
+        piece = SourcePiece(whole(array.shape), HostSource(_bits(array, dtype)))
+        return LocalArray(array.shape, dtype, TensorProperties(dtype.name), (piece,), (), tie)
+
+    def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
+        """Shape and element type."""
+        array = _checked(value, where)
+        return array.shape, _dtype_of(array, where)
+
+    def target(self, value: object, where: str, device: object) -> LocalTarget:
+        """Filled in place."""
+        array = _checked(value, where)
+        if not array.flags.writeable:
+            raise UnsupportedValueError(f"{where}: the target array is read-only")
+        steps = zip(array.strides, array.shape, strict=True)
+        if array.size and any(step == 0 and n > 1 for step, n in steps):
+            raise UnsupportedValueError(
+                f"{where}: elements of the target share memory (stride 0); load into a copy"
+            )
+        dtype = _dtype_of(array, where)
+        piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), _memory(array))
+        return LocalTarget(array.shape, dtype, (piece,), value)
+
+    def parts(self, value: object, where: str) -> ArrayParts | None:
+        """numpy arrays are not composite."""
+        return None
+
+    def from_numpy(self, array: Array, dtype: DType) -> object:
+        """The array itself."""
+        return array
+
+
+def _checked(value: object, where: str) -> Array:
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedValueError(f"{where}: masked arrays cannot be stored; save data and mask")
+    return np.asarray(value)
+
+
+def _memory(array: Array) -> Memory | None:
+    if array.size == 0:
+        return None
+    address = int(array.__array_interface__["data"][0])
+    return Memory("cpu", address, array.shape, array.strides, array.itemsize)
+
+
+def _dtype_of(array: Array, where: str) -> DType:
+    # By name: MindSpore brings a bfloat16 type of its own that differs from ml_dtypes' in identity.
+    row = TABLE.get(array.dtype.name)
+    if row is None or row.itemsize != array.dtype.itemsize:
+        raise UnsupportedValueError(
+            f"{where}: numpy arrays of dtype {array.dtype} cannot be stored"
+        )
+    return row
+
+
+def _bits(array: Array, dtype: DType) -> Array:
+    """The same memory as bits; big-endian stays marked, so that copies swap."""
+    bits = dtype.bits()
+    if array.dtype.byteorder == ">":
+        bits = bits.newbyteorder(">")
+    return array.view(bits)
+
+
+ADAPTER = NumpyArrays()

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seam between the core and the array libraries.
+
+An adapter says what this rank holds of an array (`held`), and where loaded bytes go (`target`).
+Between the two there are only boxes, dtypes, sources and sinks. Adapters are found by the module
+an array's class comes from and imported on first need, so the core imports no framework.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.boxes import flat_range_boxes
+from shardkeep.dtypes import DType
+from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
+
+__all__ = [
+    "ArrayAdapter",
+    "ArrayParts",
+    "HostSink",
+    "HostSource",
+    "LocalArray",
+    "LocalTarget",
+    "Memory",
+    "Sink",
+    "SinkPiece",
+    "Source",
+    "SourcePiece",
+    "adapter_of",
+    "region",
+]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
+    """A box as an index into an array; always a view, also with no dimensions."""
+    return (*(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True)), Ellipsis)
+
+
+class Source(Protocol):
+    """Elements to be stored, wherever they live."""
+
+    def read_into(self, start: int, stop: int, out: Bytes) -> None:
+        """Copy the row-major elements [start, stop) into `out`, which is exactly as long."""
+
+    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
+        """A box of these elements, as a source of its own."""
+
+
+class Sink(Protocol):
+    """Memory that loaded elements go to, wherever it lives."""
+
+    def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
+        """Copy a block of stored elements to the place that starts at `offsets`.
+
+        `block` has the bits of `dtype`. May be called from any thread.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class HostSource:
+    """Elements in host memory: any strides, a dtype whose copies keep every bit."""
+
+    array: npt.NDArray[np.generic]
+    """A view of the caller's memory, never a copy."""
+
+    def read_into(self, start: int, stop: int, out: Bytes) -> None:
+        """Copy without a temporary, also from strided memory."""
+        array = self.array
+        typed = out.view(array.dtype.newbyteorder("<"))
+        if array.flags.c_contiguous:
+            np.copyto(typed, array.reshape(-1)[start:stop])
+            return
+        at = 0
+        for offsets, sizes in flat_range_boxes(array.shape, start, stop):
+            part = array[region(offsets, sizes)]
+            np.copyto(typed[at : at + part.size].reshape(part.shape), part)
+            at += part.size
+
+    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> HostSource:
+        """A view of a box."""
+        return HostSource(self.array[region(offsets, sizes)])
+
+
+@dataclass(frozen=True, slots=True)
+class HostSink:
+    """Host memory of the target; casts where its dtype differs from what is stored."""
+
+    array: npt.NDArray[np.generic]
+    """A writable view of the caller's memory, as bits of `dtype`."""
+    dtype: DType
+    """What the bits mean."""
+
+    def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
+        """Copy by strides; equal dtypes as bits, which frees the GIL and keeps every NaN."""
+        place = self.array[region(offsets, block.shape)]
+        if dtype is self.dtype:
+            np.copyto(place, block)
+            return
+        order = self.array.dtype.byteorder
+        typed = place.view(self.dtype.to_numpy().newbyteorder(order))
+        with np.errstate(all="ignore"):
+            np.copyto(typed, block.view(dtype.to_numpy()), casting="unsafe")
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePiece:
+    """One box this rank can store."""
+
+    box: ChunkStorageMetadata
+    """Where it sits in the whole tensor."""
+    source: Source
+    """Its elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Which bytes of which device an array occupies; never dereferenced."""
+
+    device: str
+    """Addresses of different devices are unrelated."""
+    address: int
+    """Of the first element."""
+    shape: tuple[int, ...]
+    """Elements in each dimension."""
+    strides: tuple[int, ...]
+    """Bytes from one element to the next in each dimension."""
+    itemsize: int
+    """Bytes of an element."""
+
+    def bounds(self) -> tuple[int, int]:
+        """Lowest address and the end of the highest element."""
+        low = high = self.address
+        for step, n in zip(self.strides, self.shape, strict=True):
+            low, high = low + min(0, step * (n - 1)), high + max(0, step * (n - 1))
+        return low, high + self.itemsize
+
+    def overlaps(self, other: Memory) -> bool:
+        """Whether any byte belongs to both; interleaved views need not share any."""
+        if self.device != other.device:
+            return False
+        try:
+            return np.shares_memory(self._as_array(), other._as_array(), 100_000)  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+
+    def _as_array(self) -> npt.NDArray[np.generic]:
+        # numpy solves the overlap of strided arrays from addresses alone.
+        return np.asarray(_Addressed(self))
+
+
+class _Addressed:
+    def __init__(self, memory: Memory) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (memory.address, True),
+            "shape": memory.shape,
+            "strides": memory.strides,
+            "typestr": f"|V{memory.itemsize}",
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SinkPiece:
+    """One box this rank wants."""
+
+    box: ChunkStorageMetadata
+    """Where it sits in the whole tensor."""
+    sink: Sink
+    """Where its elements go, offsets counted from the box's start."""
+    memory: Memory | None = None
+    """What the destination occupies, where known: finds targets that share memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalArray:
+    """What one rank holds of one tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: DType
+    """Element type."""
+    properties: TensorProperties
+    """What is recorded of it."""
+    pieces: Sequence[SourcePiece]
+    """The boxes held here; may be empty."""
+    replicas: tuple[Hashable, ...] = ()
+    """Who else is declared to hold the same boxes; `()` = nothing is declared."""
+    tie: Hashable = None
+    """Equal for exactly tied arrays: same memory, shape, strides and dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTarget:
+    """What one rank wants of one tensor."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    dtype: DType
+    """Element type wanted."""
+    pieces: Sequence[SinkPiece]
+    """The boxes wanted here."""
+    result: object
+    """The filled array: the target itself, or what was allocated for an abstract one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayParts:
+    """A composite array, stored as the arrays it is made of."""
+
+    kind: str
+    """Class name; must be the same on load."""
+    parts: Mapping[str, object]
+    """Inner arrays by name."""
+    attributes: Mapping[str, object]
+    """What else makes it what it is: plain values that must be the same on load."""
+
+
+class ArrayAdapter(Protocol):
+    """One array library."""
+
+    def claims(self, kind: type) -> bool:
+        """Whether values of this type are arrays of this library."""
+
+    def held(self, value: object, where: str) -> LocalArray:
+        """What this rank holds, or `UnsupportedValueError` naming `where`."""
+
+    def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
+        """Shape of the whole tensor and element type of a load target; allocates nothing."""
+
+    def target(self, value: object, where: str, device: object) -> LocalTarget:
+        """Where loaded bytes go; allocates abstract targets on `device`."""
+
+    def parts(self, value: object, where: str) -> ArrayParts | None:
+        """The inner arrays of a composite array, or None for an ordinary one."""
+
+    def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
+        """An array of this library over the given memory."""
+
+
+ADAPTERS: dict[str, str] = {
+    "numpy": "shardkeep.adapters.numpy_arrays",
+    "torch": "shardkeep.adapters.torch_tensors",
+    "shardkeep": "shardkeep.adapters.sharded_arrays",
+}
+"""Top-level package of an array's class to the module whose `ADAPTER` handles it."""
+
+
+@cache
+def adapter_of_type(kind: type) -> ArrayAdapter | None:
+    """The adapter for values of this type, or None where they are not arrays."""
+    for cls in kind.__mro__[:-1]:
+        package = cls.__module__.partition(".")[0]
+        module = ADAPTERS.get(package)
+        if module is not None:
+            adapter: ArrayAdapter = importlib.import_module(module).ADAPTER
+            if adapter.claims(kind):
+                return adapter
+    return None
+
+
+def adapter_of(value: object) -> ArrayAdapter | None:
+    """The adapter for this value, or None where it is not an array."""
+    return adapter_of_type(type(value))  # type: ignore[arg-type]
+
+
+def adapter_named(package: str) -> ArrayAdapter:
+    """The adapter of an array library, by its package's name."""
+    adapter: ArrayAdapter = importlib.import_module(ADAPTERS[package]).ADAPTER
+    return adapter

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public calls: `save`, `load`, `open`, `verify`, `gc`, and the `Checkpointer` behind them.
+
+What outlives a call lives on a `Checkpointer`; the module functions make one for each call or take
+the caller's group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from shardkeep.checkpoint import Checkpoint
+from shardkeep.default_planner import CheckReplicas, DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.dtypes import Cast
+from shardkeep.engine.budget import checked_budget
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
+from shardkeep.formats.native.reader import NativeReader
+from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
+from shardkeep.formats.native.writer import NativeWriter
+from shardkeep.groups import coordinator_for
+from shardkeep.loading import LoadResult, run_load
+from shardkeep.metadata import Metadata
+from shardkeep.planner import LoadPlanner, SavePlanner
+from shardkeep.progress import Progress, tracked
+from shardkeep.saving import SaveResult, run_save
+from shardkeep.storage import (
+    CheckpointId,
+    StorageReader,
+    StorageWriter,
+    find_reader,
+    find_writer,
+)
+from shardkeep.stores.local import LocalStore
+
+__all__ = ["Checkpointer", "gc", "load", "open", "save", "verify"]
+
+
+class Checkpointer:
+    """Saves and loads for one group of processes; closable, and a context manager."""
+
+    def __init__(
+        self,
+        *,
+        process_group: object = None,
+        no_dist: bool = False,
+        memory_budget: int | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`memory_budget` bounds the payload buffers of this process; at least 8 MiB."""
+        checked_budget(memory_budget)
+        self._coordinator = coordinator_for(process_group, no_dist)
+        self._memory_budget = memory_budget
+        self._timeout_s = timeout_s
+
+    def save(
+        self,
+        state_dict: object,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        check_replicas: CheckReplicas = "sample",
+        memory_budget: int | None = None,
+        progress: Progress = None,
+    ) -> SaveResult:
+        """Save a nested state; see `shardkeep.save`."""
+        _refuse_torch(planner, SavePlanner, "planner")
+        _refuse_torch(storage_writer, StorageWriter, "storage_writer")
+        _refuse_scalar(state_dict)
+        budget = self._memory_budget if memory_budget is None else memory_budget
+        checked_budget(budget)
+        writer = storage_writer
+        if writer is None:
+            if checkpoint_id is None:
+                raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
+            writer = find_writer(checkpoint_id)()
+        if checkpoint_id is not None:
+            writer.reset(checkpoint_id)
+        if isinstance(writer, NativeWriter):
+            writer.overwrite = writer.overwrite or overwrite
+            writer.memory_budget = budget
+        where = _where(checkpoint_id, writer)
+        if planner is None:
+            planner = DefaultSavePlanner(check_replicas=check_replicas, allow_pickle=allow_pickle)
+        options = {
+            "overwrite": overwrite,
+            "check_replicas": check_replicas,
+            "allow_pickle": allow_pickle,
+            "version": _version(),
+        }
+        with tracked(progress, "saving") as counter:
+            if isinstance(writer, NativeWriter):
+                writer.progress = counter
+            return run_save(
+                state_dict,
+                checkpoint_id=where,
+                writer=writer,
+                planner=planner,
+                coordinator=self._coordinator,
+                options=options,
+                read_metadata=lambda: _read_metadata(where),
+                planned=counter.expect,
+            )
+
+    def load(
+        self,
+        state_dict: object,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        storage_reader: StorageReader | None = None,
+        planner: DefaultLoadPlanner | None = None,
+        strict: bool = True,
+        keys: Sequence[str] | None = None,
+        optional: Sequence[str] = (),
+        cast: Cast = False,
+        verify: bool = True,
+        expect_digest: str | None = None,
+        allow_pickle: bool = False,
+        device: object = None,
+        memory_budget: int | None = None,
+        progress: Progress = None,
+    ) -> LoadResult:
+        """Fill a nested state; see `shardkeep.load`."""
+        _refuse_torch(planner, LoadPlanner, "planner")
+        _refuse_torch(storage_reader, StorageReader, "storage_reader")
+        budget = self._memory_budget if memory_budget is None else memory_budget
+        checked_budget(budget)
+        reader = storage_reader
+        if reader is None:
+            if checkpoint_id is None:
+                raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
+            reader = find_reader(checkpoint_id)()
+        if checkpoint_id is not None:
+            reader.reset(checkpoint_id)
+        if isinstance(reader, NativeReader):
+            reader.verify = verify
+            reader.expect_digest = expect_digest
+            reader.memory_budget = budget
+        if planner is None:
+            planner = DefaultLoadPlanner(
+                strict=strict,
+                keys=keys,
+                optional=optional,
+                cast=cast,
+                allow_pickle=allow_pickle,
+                device=device,
+            )
+        with tracked(progress, "loading") as counter:
+            if isinstance(reader, NativeReader):
+                reader.progress = counter
+            return run_load(
+                state_dict,
+                reader=reader,
+                planner=planner,
+                coordinator=self._coordinator,
+                planned=counter.expect,
+            )
+
+    def close(self) -> None:
+        """Let go of everything that outlives a call."""
+        self._coordinator.close()
+
+    def __enter__(self) -> Self:
+        """Usable in `with`."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()
+
+
+def save(
+    state_dict: object,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: object = None,
+    no_dist: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    check_replicas: CheckReplicas = "sample",
+    memory_budget: int | None = None,
+    timeout_s: float | None = None,
+    progress: Progress = None,
+) -> SaveResult:
+    """Save a nested state of arrays and plain values; collective over `process_group`.
+
+    Returns once the checkpoint is committed and durable. An existing one is an error, or replaced
+    atomically with `overwrite=True`. After any error the earlier checkpoint is whole.
+    """
+    with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
+        return keeper.save(
+            state_dict,
+            checkpoint_id,
+            storage_writer=storage_writer,
+            planner=planner,
+            overwrite=overwrite,
+            allow_pickle=allow_pickle,
+            check_replicas=check_replicas,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+
+
+def load(
+    state_dict: object,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    storage_reader: StorageReader | None = None,
+    planner: DefaultLoadPlanner | None = None,
+    process_group: object = None,
+    no_dist: bool = False,
+    strict: bool = True,
+    keys: Sequence[str] | None = None,
+    optional: Sequence[str] = (),
+    cast: Cast = False,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    allow_pickle: bool = False,
+    device: object = None,
+    memory_budget: int | None = None,
+    timeout_s: float | None = None,
+    progress: Progress = None,
+) -> LoadResult:
+    """Fill a nested state in place from a checkpoint; collective over `process_group`.
+
+    Names that are missing or unexpected, shapes and dtypes that differ are one `MismatchError` that
+    lists them all, raised before anything is read. `keys` (globs) narrows the request, `optional`
+    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind.
+    """
+    with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
+        return keeper.load(
+            state_dict,
+            checkpoint_id,
+            storage_reader=storage_reader,
+            planner=planner,
+            strict=strict,
+            keys=keys,
+            optional=optional,
+            cast=cast,
+            verify=verify,
+            expect_digest=expect_digest,
+            allow_pickle=allow_pickle,
+            device=device,
+            memory_budget=memory_budget,
+            progress=progress,
+        )
+
+
+def open(
+    checkpoint_id: CheckpointId,
+    *,
+    verify: bool = True,
+    expect_digest: str | None = None,
+    allow_pickle: bool = False,
+    memory_budget: int | None = None,
+) -> Checkpoint:
+    """Open a checkpoint lazily: no model, no ranks; costs O(tensors), reads no payload."""
+    reader = NativeReader(
+        checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
+    )
+    try:
+        return Checkpoint(reader, allow_pickle=allow_pickle)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def verify(
+    checkpoint_id: CheckpointId,
+    *,
+    expect_digest: str | None = None,
+    memory_budget: int | None = None,
+    progress: Progress = None,
+) -> VerifyReport:
+    """Read and check every byte of every file; what is wrong is in the report."""
+    with tracked(progress, "verifying") as counter:
+        return verify_checkpoint(
+            checkpoint_id,
+            expect_digest=expect_digest,
+            memory_budget=memory_budget,
+            progress=counter,
+            planned=counter.expect,
+        )
+
+
+def gc(checkpoint_id: CheckpointId, *, stale_s: float = STALE_S, dry_run: bool = False) -> GcResult:
+    """Remove what killed saves left in a checkpoint's directory; safe beside running saves."""
+    return collect_garbage(LocalStore(checkpoint_id), stale_s=stale_s, dry_run=dry_run)
+
+
+def _where(checkpoint_id: CheckpointId | None, writer: StorageWriter) -> str:
+    if checkpoint_id is not None:
+        return os.fspath(checkpoint_id)
+    return str(getattr(writer, "checkpoint_id", ""))
+
+
+def _read_metadata(where: str) -> Metadata:
+    reader = find_reader(where)()
+    reader.reset(where)
+    return reader.read_metadata()
+
+
+def _version() -> str:
+    from shardkeep import __version__
+
+    return __version__
+
+
+def _refuse_scalar(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping) and not hasattr(state_dict, "state_dict"):
+        raise UnsupportedValueError(
+            f"the state is a {type(state_dict).__qualname__}; save a mapping, such as "
+            "{'model': ..., 'step': 1}"
+        )
+
+
+def _refuse_torch(given: Any, expected: type, keyword: str) -> None:
+    if given is None or isinstance(given, expected):
+        return
+    raise TypeError(
+        f"{keyword} is a {type(given).__module__}.{type(given).__qualname__}, expected a "
+        f"shardkeep.{expected.__name__}; torch's own planner and storage objects do not work under "
+        "shardkeep's driver"
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What bytes mean: one folder per checkpoint format."""

@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index: which box of which tensor lies in which file at which byte.
+
+A tensor table of O(tensors) and chunk columns sorted by tensor, then by offset. Opening reads the
+table; the chunk rows of a tensor are read when that tensor is looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from shardkeep.boxes import tiled
+from shardkeep.columns import Boxes, Column, Ints, Strings, starts
+from shardkeep.engine.reading import VerifiedFile
+from shardkeep.errors import CheckpointError, FormatError
+from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
+from shardkeep.structure import TENSOR, Structure
+from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, ValueTable
+from shardkeep.wire import decode_kinds, encode_kinds
+
+__all__ = ["Index", "IndexEntries", "index_entries"]
+
+_CODES = {"<i8": "I64", "<i4": "I32", "<u2": "U16", "|u1": "U8"}
+_DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+_NARROW = {"chunk.file": "I32", "value.file": "I32", "tensor.kind": "U16"} | dict.fromkeys(
+    ("kinds", "structure", "tensor.names", "value.names"), "U8"
+)
+"""Columns that are not of 64 bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntries:
+    """The columns of an index, in the order they lie in the file."""
+
+    columns: dict[str, Column]
+    """Name to column."""
+    entries: dict[str, Entry]
+    """Name to where it lies."""
+    room: int
+    """Where payload starts."""
+    payload: int
+    """Where payload ends."""
+
+
+def index_entries(
+    structure: Structure, tensors: TensorTable, chunks: ChunkTable, values: ValueTable
+) -> IndexEntries:
+    """Lay the tables out as entries of one file."""
+    assert chunks.file is not None
+    assert chunks.start is not None
+    assert values.file is not None
+    names, others = Strings.of(tensors.names), Strings.of(values.names)
+    first_chunk = np.searchsorted(chunks.tensor, np.arange(len(tensors) + 1))
+    columns: dict[str, Column] = {
+        "tensor.name_start": names.start,
+        "tensor.shape_start": tensors.shape_start,
+        "tensor.shapes": tensors.shapes,
+        "tensor.first_chunk": first_chunk,
+        "tensor.alias_of": tensors.alias_of,
+        "value.name_start": others.start,
+        "value.slot": values.slot,
+        "chunk.offsets": chunks.boxes.offsets,
+        "chunk.sizes": chunks.boxes.sizes,
+        "chunk.start": chunks.start,
+        "chunk.file": chunks.file.astype("<i4"),
+        "value.file": values.file.astype("<i4"),
+        "tensor.kind": tensors.kind.astype("<u2"),
+        "kinds": np.frombuffer(encode_kinds(tensors.kinds), np.uint8),
+        "structure": np.frombuffer(structure.encode(), np.uint8),
+        "tensor.names": np.frombuffer(names.blob, np.uint8),
+        "value.names": np.frombuffer(others.blob, np.uint8),
+    }
+    columns = {
+        key: np.ascontiguousarray(column, column.dtype.newbyteorder("<"))
+        for key, column in columns.items()
+    }
+    at = room = header_room(256 + 128 * (len(columns) + 1))
+    entries = {}
+    for key, column in columns.items():
+        entries[key] = Entry(_CODES[column.dtype.str], column.shape, at, at + column.nbytes)
+        at += column.nbytes
+    return IndexEntries(columns, entries, room, at)
+
+
+class Index:
+    """An index being read: the tensor table in memory, chunk rows on demand."""
+
+    def __init__(self, file: VerifiedFile, files: int, nbytes: int) -> None:
+        """Read the table; `files` is how many data files there are, `nbytes` what they hold."""
+        self._file = file
+        self._files = files
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._held: dict[int, ChunkTable] = {}
+        length = int.from_bytes(file.read_range(0, 8), "little")
+        if not 0 < length <= min(MAX_HEADER, file.layout.payload - 8):
+            raise FormatError(f"{file.name}: claims a header of {length} bytes")
+        header = file.read_range(0, 8 + length)
+        self._entries, _ = read_header(header, file.name, file.layout.file_size)
+        try:
+            self._read_tables()
+        except CheckpointError:
+            raise
+        except (KeyError, ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
+            raise FormatError(f"{file.name}: the tensor table is not valid: {error!r}") from error
+
+    def _column(self, key: str, low: int = 0, high: int | None = None) -> Column:
+        entry = self._entries[key]
+        dtype = _DTYPES[entry.dtype]
+        wrong = entry.dtype != _NARROW.get(key, "I64")
+        if wrong or len(entry.shape) != 1 or entry.stop > self._file.layout.payload:
+            raise ValueError(f"column {key} is not one row of numbers")
+        high = entry.shape[0] if high is None else high
+        if not 0 <= low <= high <= entry.shape[0]:
+            raise ValueError(f"column {key} has no rows {low} to {high}")
+        data = self._file.read_range(
+            entry.start + low * dtype.itemsize, (high - low) * dtype.itemsize
+        )
+        return np.frombuffer(data, dtype)
+
+    def _read_tables(self) -> None:
+        names = self._strings("tensor.names", "tensor.name_start")
+        count = len(names)
+        shape_start = _checked_starts(self._column("tensor.shape_start"), count, "shapes")
+        shapes = self._column("tensor.shapes")
+        kinds = decode_kinds(self._column("kinds").tobytes())
+        kind, alias_of = self._column("tensor.kind"), self._column("tensor.alias_of")
+        self.first_chunk = _checked_starts(self._column("tensor.first_chunk"), count, "chunks")
+        fits = (
+            len(kind) == len(alias_of) == count
+            and int(shape_start[-1]) == len(shapes)
+            and (count == 0 or int(kind.max()) < len(kinds))
+            and bool((shapes >= 0).all())
+            and bool((alias_of < count).all())
+            and bool((alias_of >= NO_ALIAS).all())
+            and bool((alias_of[alias_of[alias_of >= 0]] == NO_ALIAS).all())
+            and int(np.diff(shape_start).max(initial=0)) <= 32
+        )
+        if not fits:
+            raise ValueError("columns do not fit each other")
+        self.tensors = TensorTable(names, kinds, kind, shape_start, shapes, alias_of)
+        self._check_tensors()
+        if int(self.first_chunk[-1]) != self._entries["chunk.start"].shape[0]:
+            raise ValueError("chunk columns do not fit the tensor table")
+        self.coord_start = starts(np.diff(self.first_chunk) * np.diff(shape_start))
+        if int(self.coord_start[-1]) != self._entries["chunk.offsets"].shape[0]:
+            raise ValueError("chunk columns do not fit the tensor table")
+        value_names = self._strings("value.names", "value.name_start")
+        slot, file = self._column("value.slot"), self._column("value.file").astype(np.int64)
+        if len(slot) != len(value_names) or len(file) != len(value_names):
+            raise ValueError("value columns do not fit each other")
+        if len(file) and not (file.min() >= 0 and file.max() < self._files and slot.min() >= 0):
+            raise ValueError("a value lies in a file that is not there")
+        self.values = ValueTable(value_names, np.full(len(slot), -1), slot, file)
+        self.structure = Structure.decode(self._column("structure").tobytes())
+        self._check_structure()
+
+    def _strings(self, blob: str, start: str) -> list[str]:
+        text = self._column(blob).tobytes()
+        offsets = self._column(start)
+        _checked_starts(offsets, len(offsets) - 1, blob)
+        if int(offsets[-1]) != len(text):
+            raise ValueError(f"{blob} is not as long as its offsets say")
+        names = Strings(text, offsets).tolist()
+        if len(set(names)) != len(names):
+            raise ValueError(f"{blob} has a name twice")
+        return names
+
+    def _check_tensors(self) -> None:
+        """No product may leave 64 bits, and the tensors may not claim more than the files hold."""
+        tensors, nbytes = self.tensors, 0
+        for row in range(len(tensors)):
+            shape, item = tensors.shape(row), int(tensors.itemsize[row])
+            if math.prod(max(n, 1) for n in shape) * item >= 2**63:
+                raise ValueError(f"{tensors.names[row]} claims shape {shape}")
+            if int(tensors.alias_of[row]) == NO_ALIAS:
+                nbytes += math.prod(shape) * item
+                continue
+            stored = tensors.stored_row(row)
+            if tensors.shape(stored) != shape or tensors.dtype(stored) != tensors.dtype(row):
+                raise ValueError(f"{tensors.names[row]} differs from what it is an alias of")
+        if nbytes > self._nbytes:
+            raise ValueError(f"tensors of {nbytes} bytes in files of {self._nbytes}")
+
+    def _check_structure(self) -> None:
+        for name, kind in zip(self.structure.names, self.structure.kinds, strict=True):
+            known = self.tensors.row_of if kind == TENSOR else self.values.row_of
+            if name not in known:
+                raise ValueError(f"the structure has {name!r}, the tables do not")
+        if len(self.structure.names) != len(self.tensors) + len(self.values):
+            raise ValueError("the tables have names the structure lacks")
+
+    @property
+    def state(self) -> StateColumns:
+        """The tables as a mapping."""
+        return StateColumns(self.tensors, self.values, self.chunks_of, prefetch=self.prefetch)
+
+    def chunks_of(self, row: int) -> ChunkTable:
+        """The chunks of one tensor."""
+        held = self._held.get(row)
+        if held is None:
+            held = self._rows(row, row + 1)[0]
+            self._held[row] = held
+        return held
+
+    def prefetch(self, rows: Sequence[int]) -> None:
+        """Read the chunks of many tensors with few requests."""
+        wanted = sorted(set(rows) - self._held.keys())
+        run: list[int] = []
+        for row in [*wanted, -1]:
+            # Neighbours that lie in the same blocks of the index are read together.
+            if run and (row < 0 or self._rows_between(run[-1], row) > 4096):
+                tables = self._rows(run[0], run[-1] + 1)
+                for taken in run:
+                    self._held[taken] = tables[taken - run[0]]
+                run = []
+            run.append(row)
+
+    def _rows_between(self, a: int, b: int) -> int:
+        return int(self.first_chunk[b] - self.first_chunk[a + 1])
+
+    def _rows(self, low: int, high: int) -> list[ChunkTable]:
+        """The chunks of tensors [low, high), one table each."""
+        try:
+            return self._checked_rows(low, high)
+        except (ValueError, KeyError) as error:
+            raise FormatError(f"{self._file.name}: chunk rows are not valid: {error!r}") from error
+
+    def _checked_rows(self, low: int, high: int) -> list[ChunkTable]:
+        first = self.first_chunk[low : high + 1]
+        coords = self.coord_start[low : high + 1]
+        a, b, c, d = int(first[0]), int(first[-1]), int(coords[0]), int(coords[-1])
+        offsets, sizes = self._column("chunk.offsets", c, d), self._column("chunk.sizes", c, d)
+        start, file = self._column("chunk.start", a, b), self._column("chunk.file", a, b)
+        if b > a and not (file.min() >= 0 and file.max() < self._files and start.min() >= 0):
+            raise ValueError("a chunk lies in a file that is not there")
+        if d > c and (offsets.min() < 0 or sizes.min() < 0):
+            raise ValueError("a box is negative")
+        tables: list[ChunkTable] = []
+        for row in range(low, high):
+            chunk = slice(int(first[row - low]) - a, int(first[row - low + 1]) - a)
+            coord = slice(int(coords[row - low]) - c, int(coords[row - low + 1]) - c)
+            count = chunk.stop - chunk.start
+            shape = self.tensors.shape(row)
+            boxes = Boxes(
+                np.arange(count + 1, dtype=np.int64) * len(shape), offsets[coord], sizes[coord]
+            )
+            unknown = np.full(count, -1)
+            tables.append(
+                ChunkTable(
+                    np.full(count, row),
+                    boxes,
+                    unknown,
+                    unknown,
+                    file[chunk].astype(np.int64),
+                    start[chunk],
+                )
+            )
+        self._check_boxes(low, high, offsets, sizes)
+        return tables
+
+    def _check_boxes(self, low: int, high: int, offsets: Ints, sizes: Ints) -> None:
+        """The chunks of every tensor cover each of its elements once; those of an alias none."""
+        tensors = self.tensors
+        ndim = np.diff(tensors.shape_start[low : high + 1])
+        counts = np.diff(self.first_chunk[low : high + 1])
+        shape_start = tensors.shape_start[low : high + 1] - tensors.shape_start[low]
+        shapes = tensors.shapes[int(tensors.shape_start[low]) : int(tensors.shape_start[high])]
+        tensor = np.repeat(np.arange(high - low), counts)
+        boxes = Boxes(starts(ndim[tensor]), offsets, sizes)
+        flat = np.repeat(shape_start[:-1][tensor], ndim[tensor])
+        flat += np.arange(len(flat)) - np.repeat(boxes.start[:-1], ndim[tensor])
+        # A difference cannot leave 64 bits here; a sum of offset and size could.
+        fine = not (sizes > shapes[flat]).any() and not (offsets > shapes[flat] - sizes).any()
+        if fine:
+            covered = tiled(shape_start, shapes, tensor, boxes, secrets.randbits(62))
+            stored = tensors.alias_of[low:high] == NO_ALIAS
+            fine = bool(np.where(stored, covered, counts == 0).all())
+        if not fine:
+            raise ValueError(
+                f"the chunks of {tensors.names[low]}"
+                f"{f' to {tensors.names[high - 1]}' if high - low > 1 else ''} do not tile them"
+            )
+
+
+def _checked_starts(column: Column, count: int, what: str) -> Ints:
+    # Compared, not subtracted: a difference could leave 64 bits.
+    if len(column) != count + 1 or int(column[0]) != 0 or (column[1:] < column[:-1]).any():
+        raise ValueError(f"offsets of {what} are not in order")
+    return column

@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the native format: record -> index -> ranges, every byte checked on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from shardkeep.arrays import Sink
+from shardkeep.columns import Boxes, Ints, starts
+from shardkeep.dtypes import lookup
+from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.digests import algorithm
+from shardkeep.engine.reading import DamagedBlock, Regions, VerifiedFile, read_regions
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+)
+from shardkeep.formats.native.commit import read_record_bytes
+from shardkeep.formats.native.foreign import foreign_format
+from shardkeep.formats.native.index import Index
+from shardkeep.formats.native.names import CONTENT_KEY, RECORD
+from shardkeep.formats.native.record import FileRow, Record, decode_record
+from shardkeep.metadata import Metadata, StorageMeta
+from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
+from shardkeep.storage import CheckpointId, StorageReader
+from shardkeep.stores.local import LocalStore, ReadFile, storage_errors
+from shardkeep.tables import ChunkTable, LocationColumns
+
+__all__ = ["NativeReader"]
+
+
+MAX_OPEN = 64
+"""Data files kept open; a checkpoint may have more of them than a process may open."""
+
+
+@dataclass(slots=True)
+class _Held:
+    file: VerifiedFile
+    users: int = 0
+
+
+class NativeReader(StorageReader):
+    """Reads checkpoints of the native format; thread-safe once the metadata is read."""
+
+    record: Record
+    """The commit record."""
+    index: Index
+    """The open index."""
+
+    def __init__(
+        self,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        verify: bool = True,
+        expect_digest: str | None = None,
+        memory_budget: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        open_store: Callable[[CheckpointId], LocalStore] = LocalStore,
+    ) -> None:
+        """`verify=False` skips the digests of payload, never those of record and index."""
+        self.verify = verify
+        self.expect_digest = expect_digest
+        self.memory_budget = memory_budget
+        self.progress = progress
+        self.bytes_read = 0
+        self._open_store = open_store
+        self._lock = threading.Lock()
+        self._held: dict[int, _Held] = {}
+        self._index_file: VerifiedFile | None = None
+        self.reset(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another load."""
+        self.close()
+        if checkpoint_id is not None:
+            self.checkpoint_id = os.fspath(checkpoint_id)
+            self._store = self._open_store(checkpoint_id)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Any path; not a URL."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    # --- metadata
+
+    def read_metadata(self, announcement: bytes = b"") -> Metadata:
+        """Record, then the tensor table of the index."""
+        where = str(self._store.root / RECORD)
+        data = announcement
+        if not data:
+            try:
+                data = read_record_bytes(self._store)
+            except CheckpointNotFoundError:
+                self._say_foreign()
+                raise
+        self._record_bytes = data
+        self.record = decode_record(data, where)
+        if self.expect_digest is not None and self.expect_digest != self.record.digest:
+            raise CorruptionError(
+                f"{where}: the record's digest is {self.record.digest}, expected "
+                f"{self.expect_digest}; this is not the checkpoint that was pinned"
+            )
+        self._index_file = self._open(self.record.index, check=True)
+        self.index = Index(
+            self._index_file, len(self.record.files), sum(row.payload for row in self.record.files)
+        )
+        files = [row.name for row in self.record.files]
+        ranges = [
+            (row.values or 0, row.payload - row.values if row.values else 0)
+            for row in self.record.files
+        ]
+        state = self.index.state
+        return Metadata(
+            state,
+            self.index.structure,
+            LocationColumns(state, files, ranges),
+            StorageMeta(self.checkpoint_id, self.record.save_id),
+        )
+
+    def _say_foreign(self) -> None:
+        other = foreign_format(self._store)
+        if other is not None:
+            raise FormatError(
+                f"{self._store.root} seems to hold a checkpoint of {other}, not of Shardkeep"
+            )
+
+    def announcement(self) -> bytes:
+        """The record, so that other ranks need not look it up."""
+        return self._record_bytes
+
+    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    # --- files
+
+    def _open(self, row: FileRow, check: bool) -> VerifiedFile:
+        return VerifiedFile(
+            self._open_named(row),
+            row.name,
+            self.record.layout(row),
+            bytes.fromhex(row.root),
+            algorithm(self.record.digests),
+            check,
+        )
+
+    def _open_named(self, row: FileRow) -> ReadFile:
+        try:
+            return self._store.open(row.name)
+        except OSError as error:
+            self._explain_missing(row, error)
+            with storage_errors(f"opening {self._store.root / row.name}"):
+                raise
+
+    def _explain_missing(self, row: FileRow, error: OSError) -> None:
+        """A named file is gone: damage, unless the checkpoint was replaced meanwhile."""
+        try:
+            now = decode_record(read_record_bytes(self._store), RECORD).save_id
+        except CheckpointError:
+            now = ""
+        if now != self.record.save_id:
+            raise StorageError(
+                f"{self._store.root} was replaced while being read; open it again",
+                transient=True,
+            ) from error
+        if isinstance(error, FileNotFoundError):
+            raise CorruptionError(
+                f"{self._store.root / row.name} is missing; the record names it"
+            ) from error
+
+    @contextlib.contextmanager
+    def data_file(self, number: int) -> Iterator[VerifiedFile]:
+        """A data file by its number; kept open for the next use, but never too many at once."""
+        with self._lock:
+            held = self._held.pop(number, None)
+            if held is None:
+                try:
+                    file = self._open(self.record.files[number], self.verify)
+                except CorruptionError as error:
+                    error.names = self.names_in(number)
+                    raise
+                held = _Held(file)
+            self._held[number] = held
+            held.users += 1
+        try:
+            yield held.file
+        finally:
+            with self._lock:
+                held.users -= 1
+                self._close_idle(MAX_OPEN)
+
+    def names_in(self, file: int, low: int = 0, high: int = 2**63 - 1) -> tuple[str, ...]:
+        """Tensors and values that lie in bytes [low, high) of a data file; for reports of damage."""
+        names = set()
+        tensors, values = self.index.tensors, self.index.values
+        try:
+            self.index.prefetch(range(len(tensors)))
+            for row in range(len(tensors)):
+                chunks = self.index.chunks_of(row)
+                assert chunks.start is not None
+                end = chunks.start + chunks.nbytes(tensors)
+                if ((chunks.file == file) & (chunks.start < high) & (end > low)).any():
+                    names.add(tensors.names[row])
+        except CheckpointError:
+            pass  # the index is damaged too: what is known of it is better than nothing
+        begin = self.record.files[file].values
+        if begin is not None and high > begin and values.file is not None:
+            names |= {values.names[row] for row in np.flatnonzero(values.file == file).tolist()}
+        return tuple(sorted(names))
+
+    def _close_idle(self, keep: int) -> None:
+        excess = len(self._held) - keep
+        for number in [n for n, held in self._held.items() if held.users == 0][: max(0, excess)]:
+            self._held.pop(number).file.close()
+
+    def close(self) -> None:
+        """Let go of all files."""
+        with self._lock:
+            self._close_idle(0)
+            if self._index_file is not None:
+                self._index_file.close()
+                self._index_file = None
+
+    # --- data
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
+        """Values first: they are small, and may still refuse the load."""
+        items = plan.items
+        if not isinstance(items, ReadItems):
+            raise TypeError("the native format needs the plan of the default planner")
+        self.read_values(
+            items.value_names,
+            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
+        )
+        sinks: dict[int, Sink] = {}
+        first_row = {int(n): row for row, n in reversed(list(enumerate(items.wanted.tolist())))}
+
+        def sink(number: int) -> Sink:
+            found = sinks.get(number)
+            if found is None:
+                found = sinks[number] = planner.resolve_tensor(items[first_row[number]])
+            return found
+
+        return self.read_tensors(items, sink)
+
+    def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
+        """Read every region of the plan into its sink; returns the bytes delivered."""
+        chunks = items.chunks
+        assert chunks.file is not None
+        assert chunks.start is not None
+        wanted = Boxes.of(items.wanted_boxes)
+        ndim = chunks.boxes.ndim
+        wanted_at = np.repeat(wanted.start[:-1][items.wanted], ndim)
+        wanted_at += np.arange(len(items.low)) - np.repeat(starts(ndim)[:-1], ndim)
+        kinds = items.tensors.kinds
+        regions = Regions(
+            chunks.file,
+            chunks.start,
+            Boxes(chunks.boxes.start, items.low - chunks.boxes.offsets, chunks.boxes.sizes),
+            items.size,
+            items.low - wanted.offsets[wanted_at],
+            items.wanted,
+            [lookup(kind.dtype) for kind in kinds],
+            items.tensors.kind[chunks.tensor],
+        )
+        self._check_places(regions)
+        names = items.wanted_names
+        pool = BufferPool(checked_budget(self.memory_budget), io_threads(), self.record.block)
+        with storage_errors(f"reading {self._store.root}"):
+            self.bytes_read += read_regions(
+                self.data_file,
+                regions,
+                sink,
+                block=self.record.block,
+                pool=pool,
+                progress=self.progress,
+                names=lambda number: names[number],
+            )
+        delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
+        return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
+
+    def _check_places(self, regions: Regions) -> None:
+        """Every chunk within its file's payload: an index that lies must not read past it."""
+        itemsize = np.array([d.itemsize for d in regions.dtype], np.int64)
+        item = itemsize[regions.kind]
+        limits = np.array([row.payload for row in self.record.files] or [0], np.int64)
+        if len(regions) == 0:
+            return
+        # Sums could leave 64 bits, differences cannot: an index never claims more than its files.
+        if (regions.start > limits[regions.file] - regions.stored.volumes() * item).any():
+            raise FormatError(f"{self.record.index.name}: a chunk reaches out of its file")
+        if (regions.start % item).any():
+            raise FormatError(f"{self.record.index.name}: a chunk is not aligned to its elements")
+
+    def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
+        """Read values by name; `deliver(i, data)` gets the encoding of the i-th."""
+        table = self.index.values
+        assert table.file is not None
+        by_file: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for at, name in enumerate(names):
+            row = table.row_of[name]
+            by_file[int(table.file[row])].append((at, int(table.slot[row])))
+        for number, wanted in sorted(by_file.items()):
+            with self.data_file(number) as file, storage_errors(f"reading {file.name}"):
+                try:
+                    start, ends = self._value_directory(number, file)
+                    bounds = [
+                        (int(ends[slot - 1]) if slot else 0, int(ends[slot])) for _, slot in wanted
+                    ]
+                    low, high = min(b[0] for b in bounds), max(b[1] for b in bounds)
+                    data = file.read_range(start + low, high - low)
+                except DamagedBlock as damage:
+                    hit = self.names_in(number, *damage.block_range)
+                    more = " ..." if len(hit) > 8 else ""
+                    raise CorruptionError(
+                        f"{damage}; it holds {', '.join(hit[:8])}{more}", names=hit
+                    ) from None
+            for (at, _), (begin, end) in zip(wanted, bounds, strict=True):
+                deliver(at, data[begin - low : end - low])
+
+    def _value_directory(self, number: int, file: VerifiedFile) -> tuple[int, Ints]:
+        row = self.record.files[number]
+        if row.values is None:
+            raise FormatError(f"{row.name}: the index puts values there, the record does not")
+        room = row.payload - row.values
+        count = int.from_bytes(file.read_range(row.values, 8), "little") if room >= 8 else 0
+        if not 0 < count <= (room - 8) // 8:
+            raise FormatError(f"{row.name}: claims {count} values in {room} bytes")
+        ends = np.frombuffer(file.read_range(row.values + 8, 8 * count), "<u8").astype(np.int64)
+        start = row.values + 8 + 8 * count
+        table = self.index.values
+        assert table.file is not None
+        slots = table.slot[table.file == number]
+        fits = (
+            int(ends[0]) >= 0
+            and bool((ends[1:] >= ends[:-1]).all())  # a difference could leave 64 bits
+            and start + int(ends[-1]) == row.payload
+            and len(slots) == count
+            and int(slots.max()) < count
+        )
+        if not fits:
+            raise FormatError(f"{row.name}: the directory of its values is not valid")
+        return start, ends
+
+    def same_content(self, first: str, second: str) -> bool:
+        """By the content digests of their chunks; differently cut tensors are not compared."""
+        tensors = self.index.tensors
+        rows = [tensors.stored_row(tensors.row_of[name]) for name in (first, second)]
+        if rows[0] == rows[1]:
+            return True
+        a, b = (self.index.chunks_of(row) for row in rows)
+        if not (
+            np.array_equal(a.boxes.offsets, b.boxes.offsets)
+            and np.array_equal(a.boxes.sizes, b.boxes.sizes)
+        ):
+            return False
+        return self._contents(a) == self._contents(b)
+
+    def _contents(self, chunks: ChunkTable) -> list[bytes]:
+        assert chunks.file is not None
+        assert chunks.start is not None
+        files = {number: self.content_digests(number) for number in set(chunks.file.tolist())}
+        places = zip(chunks.file.tolist(), chunks.start.tolist(), strict=True)
+        try:
+            return [files[number][start] for number, start in places]
+        except KeyError as error:
+            raise FormatError(
+                f"{self.record.index.name}: no content digest for a chunk at byte {error}"
+            ) from error
+
+    def content_digests(self, file: int) -> dict[int, bytes]:
+        """Content digest of each chunk of a data file, by where the chunk starts."""
+        row = self.record.files[file]
+        size = CONTENT_KEY + algorithm(self.record.digests).size
+        end = row.payload if row.values is None else row.values
+        with self.data_file(file) as opened:
+            data = opened.read_range(end - row.chunks * size, row.chunks * size)
+        return {
+            int.from_bytes(data[at : at + CONTENT_KEY], "little"): data[
+                at + CONTENT_KEY : at + size
+            ]
+            for at in range(0, len(data), size)
+        }

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commit record, `checkpoint.json`: its presence is what makes a checkpoint exist.
+
+The envelope (the last member is the digest of every byte before it) is checked before anything is
+interpreted, and never changes in any version.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.formats.native.names import CONTENT_KEY, save_id_of
+
+__all__ = ["MAX_RECORD", "FileRow", "Record", "decode_record", "encode_record"]
+
+MAJOR, MINOR = 1, 0
+MAX_RECORD = 64 << 20
+MAX_FILES = 1_000_000
+DEFAULT_BLOCK = 128 << 10
+FEATURES = frozenset({"pickle"})
+"""What this version understands of `requires`."""
+
+_ENVELOPE = re.compile(rb'"digest": "([a-z0-9-]+):([0-9a-f]+)"\n\}\n\Z', re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """One file of the checkpoint."""
+
+    name: str
+    """Path relative to the checkpoint."""
+    size: int
+    """Bytes of the whole file."""
+    payload: int
+    """T: bytes covered by block digests."""
+    root: str
+    """Root digest, in hex."""
+    values: int | None = None
+    """Where its values entry begins, if it has one; the entry ends at T."""
+    chunks: int = 0
+    """Chunks in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What `checkpoint.json` says."""
+
+    save_id: str
+    """Of the save that wrote it."""
+    index: FileRow
+    """The index file."""
+    files: tuple[FileRow, ...]
+    """The data files; chunks and values name them by number."""
+    digests: str = "xxh3-128"
+    """Algorithm of every digest in it."""
+    block: int = DEFAULT_BLOCK
+    """Bytes of a digest block."""
+    requires: tuple[str, ...] = ()
+    """Features a reader must know."""
+    version: str = ""
+    """Of the library that wrote it; informative."""
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    """For people; no reader uses it."""
+    digest: str = ""
+    """The record's own digest, with its algorithm."""
+
+    def layout(self, row: FileRow) -> DigestLayout:
+        """Where the digests of a file lie."""
+        return DigestLayout(row.payload, self.block, algorithm(self.digests).size)
+
+
+def _row(row: FileRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "size": row.size,
+        "payload": row.payload,
+        "root": row.root,
+        "values": row.values,
+        "chunks": row.chunks,
+    }
+
+
+def encode_record(record: Record) -> bytes:
+    """The bytes of `checkpoint.json`."""
+    body = {
+        "format": {"major": MAJOR, "minor": MINOR},
+        "requires": list(record.requires),
+        "writer": {"name": "shardkeep", "version": record.version},
+        "save_id": record.save_id,
+        "digests": {"algorithm": record.digests, "block": record.block},
+        "summary": dict(record.summary),
+        "index": _row(record.index),
+        "files": [_row(row) for row in record.files],
+    }
+    text = msgspec.json.format(msgspec.json.encode(body), indent=1)
+    head = text.removesuffix(b"\n}") + b',\n "digest": "' + record.digests.encode() + b":"
+    data = head + algorithm(record.digests).digest(head).hex().encode() + b'"\n}\n'
+    if len(data) > MAX_RECORD:
+        raise FormatError(f"the record of {len(record.files)} files is larger than {MAX_RECORD}")
+    return data
+
+
+def decode_record(data: bytes, where: str) -> Record:
+    """Check the envelope, then the version, then everything else."""
+    found = _ENVELOPE.search(data[-256:])
+    if found is None:
+        raise CorruptionError(f"{where}: not a commit record, or its end is damaged")
+    name = found[1].decode()
+    start = len(data) - len(found[0]) + found.start(2) - found.start()
+    try:
+        digest = algorithm(name).digest(data[:start]).hex().encode()
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}") from error
+    if digest != found[2]:
+        raise CorruptionError(
+            f"{where}: the record differs from its own digest (expected {found[2].decode()}, "
+            f"found {digest.decode()})"
+        )
+    try:
+        table = json.loads(data, object_pairs_hook=_no_duplicates)
+        _check_version(table, where)
+        return _parse(table, f"{name}:{digest.decode()}", where)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{where}: the record is not well formed: {error!r}") from error
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a member stands twice")
+    return table
+
+
+def _check_version(table: dict[str, Any], where: str) -> None:
+    major = table["format"]["major"]
+    if major != MAJOR:
+        raise FormatError(
+            f"{where}: format version {major}; this library reads version {MAJOR}. Use the "
+            f"version that wrote it: {table.get('writer')}"
+        )
+    unknown = sorted(set(table["requires"]) - FEATURES)
+    if unknown:
+        raise FormatError(f"{where}: needs features this version lacks: {', '.join(unknown)}")
+
+
+def _parse(table: dict[str, Any], digest: str, where: str) -> Record:
+    save_id, block = table["save_id"], table["digests"]["block"]
+    if type(save_id) is not str or not re.fullmatch("[0-9a-f]{32}", save_id):
+        raise ValueError(f"save id {save_id!r}")
+    if type(block) is not int or not 4096 <= block <= 1 << 20 or block & (block - 1):
+        raise ValueError(f"digest block of {block} bytes")
+    if len(table["files"]) > MAX_FILES:
+        raise ValueError(f"{len(table['files'])} files")
+    kind = algorithm(table["digests"]["algorithm"])
+    rows = [_parse_row(row, block, kind.size, where) for row in [table["index"], *table["files"]]]
+    if len({row.name for row in rows}) != len(rows):
+        raise ValueError("a file is named twice")
+    return Record(
+        save_id,
+        rows[0],
+        tuple(rows[1:]),
+        kind.name,
+        block,
+        tuple(table["requires"]),
+        str(table.get("writer", {}).get("version", "")),
+        table.get("summary", {}),
+        digest,
+    )
+
+
+def _parse_row(row: Mapping[str, Any], block: int, digest_size: int, where: str) -> FileRow:
+    name, size, payload, root = row["name"], row["size"], row["payload"], row["root"]
+    values, chunks = row.get("values"), row.get("chunks", 0)
+    if type(name) is not str or save_id_of(name) is None:
+        raise UnsafeCheckpointError(
+            f"{where}: names a file {reprlib.repr(name)}, which is not inside the checkpoint's data folder"
+        )
+    numbers: Sequence[Any] = (size, payload, chunks, 0 if values is None else values)
+    if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+        raise ValueError(f"{name}: sizes {numbers}")
+    if DigestLayout(payload, block, digest_size).file_size != size:
+        raise ValueError(f"{name}: size {size} does not follow from payload {payload}")
+    if values is not None and not 0 < values <= payload:
+        raise ValueError(f"{name}: values at {values}")
+    if chunks > (payload if values is None else values) // (CONTENT_KEY + digest_size):
+        raise ValueError(f"{name}: {chunks} chunks do not fit")
+    if type(root) is not str or not re.fullmatch(f"[0-9a-f]{{{2 * digest_size}}}", root):
+        raise ValueError(f"{name}: root {root!r}")
+    return FileRow(name, size, payload, root, values, chunks)

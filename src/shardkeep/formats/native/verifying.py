@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checking a whole checkpoint: every byte of every file, and that the parts fit each other."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardkeep.boxes import tiled
+from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.digests import algorithm
+from shardkeep.engine.parallel import run_in_order
+from shardkeep.engine.reading import DamagedBlock, VerifiedFile
+from shardkeep.errors import CheckpointError, CorruptionError
+from shardkeep.formats.native.header import MAX_HEADER, read_header
+from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
+from shardkeep.formats.native.reader import NativeReader
+from shardkeep.formats.native.record import FileRow
+from shardkeep.storage import CheckpointId
+from shardkeep.stores.local import storage_errors
+from shardkeep.tables import ChunkTable
+
+__all__ = ["Problem", "VerifyReport", "verify_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong."""
+
+    file: str
+    """Which file, relative to the checkpoint."""
+    text: str
+    """What is wrong with it."""
+    block: int | None = None
+    """Which block, where the damage is that local."""
+    names: tuple[str, ...] = ()
+    """Tensors and values that lie there."""
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What a verification found."""
+
+    checkpoint_id: str
+    """Where."""
+    digest: str = ""
+    """Digest of the record."""
+    files: int = 0
+    """Files checked, the record among them."""
+    nbytes: int = 0
+    """Bytes read and checked."""
+    problems: list[Problem] = field(default_factory=list)
+    """Everything that is wrong; empty when all is well."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every byte is as it was written."""
+        return not self.problems
+
+    def raise_if_damaged(self) -> None:
+        """Raise `CorruptionError` naming every problem, if there is any."""
+        if self.problems:
+            lines = [f"{p.file}: {p.text}" for p in self.problems]
+            names = sorted({name for p in self.problems for name in p.names})
+            raise CorruptionError(
+                f"{self.checkpoint_id} is damaged:\n  " + "\n  ".join(lines), names=names
+            )
+
+
+def verify_checkpoint(
+    checkpoint_id: CheckpointId,
+    *,
+    expect_digest: str | None = None,
+    memory_budget: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    planned: Callable[[int], None] = lambda nbytes: None,
+) -> VerifyReport:
+    """Check everything; damage is in the report, a checkpoint that is not there is an error."""
+    reader = NativeReader(checkpoint_id, expect_digest=expect_digest)
+    report = VerifyReport(reader.checkpoint_id)
+    check = _Check(reader, report, memory_budget, progress)
+    try:
+        check.run(planned)
+    finally:
+        reader.close()
+    return report
+
+
+class _Check:
+    def __init__(
+        self,
+        reader: NativeReader,
+        report: VerifyReport,
+        memory_budget: int | None,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._reader = reader
+        self._report = report
+        self._budget = checked_budget(memory_budget)
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._chunks: ChunkTable | None = None
+
+    def run(self, planned: Callable[[int], None]) -> None:
+        report, reader = self._report, self._reader
+        try:
+            reader.read_metadata()
+        except CheckpointError as error:
+            known = hasattr(reader, "record")
+            if not known and not isinstance(error, CorruptionError):
+                raise  # nothing of ours is there to be verified
+            report.problems.append(Problem("checkpoint.json", str(error)))
+            if not known:
+                return
+        record = reader.record
+        report.digest = record.digest
+        report.files = 2 + len(record.files)
+        planned(record.index.size + sum(row.size for row in record.files))
+        if hasattr(reader, "index"):
+            self._join_chunks()
+        for number, row in enumerate((record.index, *record.files)):
+            self._check_file(number - 1, row)
+
+    def _problem(self, problem: Problem) -> None:
+        with self._lock:
+            self._report.problems.append(problem)
+
+    def _check_file(self, number: int, row: FileRow) -> None:
+        try:
+            with storage_errors(f"reading {row.name}"):
+                file = self._reader._open(row, check=True)
+                try:
+                    whole = self._check_blocks(file, number)
+                    if whole and number >= 0:
+                        self._check_header(file, number, row)
+                finally:
+                    file.close()
+        except CheckpointError as error:
+            self._problem(Problem(row.name, str(error), names=self._all_names(number)))
+
+    def _check_blocks(self, file: VerifiedFile, number: int) -> bool:
+        record = self._reader.record
+        pool = BufferPool(self._budget, io_threads(), record.block)
+        per_unit = pool.unit // record.block
+        before = len(self._report.problems)
+
+        def check(first: int) -> None:
+            stop = min(first + per_unit, file.layout.blocks)
+            with pool.buffer() as buffer:
+                for one in range(first, stop):
+                    try:
+                        file.read_blocks(one, one + 1, buffer)
+                    except DamagedBlock as damage:
+                        low, high = damage.block_range
+                        names = self._names_in(number, low, high)
+                        text = f"{damage}"
+                        self._problem(Problem(file.name, text, one, names))
+            with self._lock:
+                done = min(stop * record.block, file.layout.payload) - first * record.block
+                self._report.nbytes += done
+            if self._progress is not None:
+                self._progress(done)
+
+        file.check_digests()
+        run_in_order(range(0, file.layout.blocks, per_unit), check, pool.threads)
+        with self._lock:
+            rest = file.layout.file_size - file.layout.payload
+            self._report.nbytes += rest
+        if self._progress is not None:
+            self._progress(rest)
+        return len(self._report.problems) == before
+
+    # --- what lies where
+
+    def _join_chunks(self) -> None:
+        """All chunk rows, checked to tile their tensors and to lie apart from each other."""
+        index, record = self._reader.index, self._reader.record
+        try:
+            rows = range(len(index.tensors))
+            index.prefetch(rows)
+            from shardkeep.default_planner import _join_tables
+
+            self._chunks = chunks = _join_tables([index.chunks_of(row) for row in rows])
+            stored = index.tensors.alias_of < 0
+            fine = tiled(
+                index.tensors.shape_start,
+                index.tensors.shapes,
+                chunks.tensor,
+                chunks.boxes,
+                secrets.randbits(62),
+            )
+            for row in np.flatnonzero(~fine & stored).tolist():
+                name = index.tensors.names[row]
+                self._problem(
+                    Problem(
+                        record.index.name, f"the chunks of {name} do not tile it", None, (name,)
+                    )
+                )
+            self._check_apart(chunks)
+        except CheckpointError as error:
+            self._problem(Problem(record.index.name, str(error)))
+
+    def _check_apart(self, chunks: ChunkTable) -> None:
+        """No two chunks may share bytes of a file."""
+        index, record = self._reader.index, self._reader.record
+        assert chunks.file is not None
+        assert chunks.start is not None
+        order = np.lexsort((chunks.start, chunks.file))
+        file, start = chunks.file[order], chunks.start[order]
+        nbytes = chunks.nbytes(index.tensors)[order]
+        clash = (file[1:] == file[:-1]) & (start[1:] - start[:-1] < nbytes[:-1])
+        for at in np.flatnonzero(clash).tolist():
+            names = {index.tensors.names[int(chunks.tensor[order[at + i]])] for i in (0, 1)}
+            text = f"chunks of {' and '.join(sorted(names))} share bytes"
+            self._problem(Problem(record.index.name, text, None, tuple(sorted(names))))
+
+    def _rows_of(self, number: int) -> list[int]:
+        if self._chunks is None or self._chunks.file is None or number < 0:
+            return []
+        found = np.flatnonzero(self._chunks.file == number)
+        assert self._chunks.start is not None
+        return found[np.argsort(self._chunks.start[found], kind="stable")].tolist()  # type: ignore[no-any-return]
+
+    def _all_names(self, number: int) -> tuple[str, ...]:
+        return self._names_in(number, 0, 2**63 - 1)
+
+    def _names_in(self, number: int, low: int, high: int) -> tuple[str, ...]:
+        if not hasattr(self._reader, "index") or number < 0:
+            return ()
+        index = self._reader.index
+        names = set()
+        chunks = self._chunks
+        if chunks is not None and chunks.start is not None:
+            rows = np.array(self._rows_of(number), np.int64)
+            if len(rows):
+                start = chunks.start[rows]
+                end = start + chunks.take(rows).nbytes(index.tensors)
+                for row in rows[(start < high) & (end > low)].tolist():
+                    names.add(index.tensors.names[int(chunks.tensor[row])])
+        row_values = self._reader.record.files[number].values
+        if row_values is not None and high > row_values and index.values.file is not None:
+            in_file = np.flatnonzero(index.values.file == number).tolist()
+            names |= {index.values.names[at] for at in in_file}
+        return tuple(sorted(names))
+
+    def _check_header(self, file: VerifiedFile, number: int, row: FileRow) -> None:
+        """The header that other tools read must say what the index says."""
+        if self._chunks is None:
+            return
+        length = int.from_bytes(file.read_range(0, 8), "little")
+        if not 0 < length <= min(MAX_HEADER, file.layout.payload - 8):
+            raise CorruptionError(f"{file.name}: claims a header of {length} bytes")
+        header = file.read_range(0, 8 + length)
+        entries, _ = read_header(header, file.name, file.layout.file_size)
+        found = {key: (e.dtype, e.shape, e.start, e.stop) for key, e in entries.items()}
+        if found != self._expected_entries(number, row, 8 + length):
+            raise CorruptionError(f"{file.name}: its header and the index disagree")
+
+    def _expected_entries(
+        self, number: int, row: FileRow, room: int
+    ) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
+        index, record = self._reader.index, self._reader.record
+        chunks = self._chunks
+        assert chunks is not None
+        assert chunks.start is not None
+        described = []
+        for at in self._rows_of(number):
+            tensor = int(chunks.tensor[at])
+            box, shape = chunks.boxes[at], index.tensors.shape(tensor)
+            partial = None if box.sizes == shape else box.offsets
+            described.append((index.tensors.names[tensor], partial, tensor, box, at))
+        keys = entry_keys((name, partial) for name, partial, _, _, _ in described)
+        expected: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
+        for key, (_, _, tensor, box, at) in zip(keys, described, strict=True):
+            dtype = index.tensors.dtype(tensor)
+            shape = (*box.sizes, dtype.extra_dim) if dtype.extra_dim else box.sizes
+            start = int(chunks.start[at])
+            nbytes = int(np.prod(box.sizes, dtype=np.int64)) * dtype.itemsize
+            expected[key] = (dtype.safetensors, shape, start, start + nbytes)
+        end = row.payload if row.values is None else row.values
+        content = row.chunks * (CONTENT_KEY + algorithm(record.digests).size)
+        if row.chunks:
+            expected[CONTENT] = ("U8", (content,), end - content, end)
+        if row.values is not None:
+            expected[VALUES] = ("U8", (row.payload - row.values,), row.values, row.payload)
+        expected[DIGESTS] = ("U8", (row.size - row.payload,), row.payload, row.size)
+        return expected

@@ -1,0 +1,501 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing the native format: the steps of a save on storage, in the order of its contract."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
+from shardkeep.engine.writing import ChunkSpan, LateSpan, write_payload
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from shardkeep.formats.native.commit import (
+    Lease,
+    read_record,
+    unlink_all,
+    wait_visible,
+)
+from shardkeep.formats.native.foreign import foreign_format
+from shardkeep.formats.native.header import Entry, write_header
+from shardkeep.formats.native.index import index_entries
+from shardkeep.formats.native.layout import (
+    FilePlan,
+    Layout,
+    Limits,
+    decode_rank_layout,
+    plan_layout,
+)
+from shardkeep.formats.native.names import (
+    CONTENT,
+    DATA,
+    DIGESTS,
+    RECORD,
+    VALUES,
+    entry_keys,
+    index_file,
+    new_save_id,
+)
+from shardkeep.formats.native.record import (
+    DEFAULT_BLOCK,
+    FileRow,
+    Record,
+    decode_record,
+    encode_record,
+)
+from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
+from shardkeep.planner import Place, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItems
+from shardkeep.storage import CheckpointId, StorageWriter, WriteResult
+from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
+from shardkeep.structure import Structure
+from shardkeep.tables import LocationColumns, StateColumns
+
+__all__ = ["NativeWriter"]
+
+LEASE_SEEN_S = 10.0
+
+
+class _Result(msgspec.Struct):
+    """A data file as its writer reports it."""
+
+    size: int
+    payload: int
+    root: str
+    values: int | None
+    chunks: int
+    features: list[str]
+
+
+class NativeWriter(StorageWriter):
+    """Writes checkpoints of the native format into directories."""
+
+    def __init__(
+        self,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        overwrite: bool = False,
+        digest: str = "xxh3-128",
+        block: int = DEFAULT_BLOCK,
+        limits: Limits = Limits(),
+        memory_budget: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        open_store: Callable[[CheckpointId], LocalStore] = LocalStore,
+    ) -> None:
+        """`digest` is `"xxh3-128"`, or `"blake3"` where the record's digest is pinned elsewhere."""
+        self.overwrite = overwrite
+        self.block = block
+        self.limits = limits
+        self.memory_budget = memory_budget
+        self.progress = progress
+        self._algorithm = algorithm(digest)
+        self._open_store = open_store
+        self.reset(checkpoint_id)
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another save."""
+        if checkpoint_id is not None:
+            self.checkpoint_id = os.fspath(checkpoint_id)
+            self._store = self._open_store(checkpoint_id)
+        self.save_id = ""
+        self.digest = ""
+        """The record's digest, on the coordinator after `finish`."""
+        self._lease: Lease | None = None
+        self._layout: Layout | None = None
+        self._written: list[str] = []
+        self._replaced: list[str] = []
+        self._place = Place()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Any path; not a URL."""
+        return "://" not in os.fspath(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta:
+        """Which save this is."""
+        return StorageMeta(self.checkpoint_id, self.save_id)
+
+    # --- set up
+
+    def set_up_storage_writer(self, place: Place, announcement: bytes = b"") -> bytes:
+        """The coordinator takes a lease; every other rank must see it."""
+        self._place = place
+        if not place.is_coordinator:
+            word = msgspec.msgpack.decode(announcement, type=dict[str, str])
+            self.save_id = word["save_id"]
+            self._see_lease(word)
+            return announcement
+        self._refuse_occupied()
+        with storage_errors(f"making the directory {self._store.root}"):
+            self._store.make_directory("")
+            self._store.make_directory(DATA)
+        self.save_id = new_save_id()
+        self._lease = Lease(self._store, self.save_id)
+        word = {"save_id": self.save_id, "lease": self._lease.name, "host": socket.gethostname()}
+        return msgspec.msgpack.encode(word)
+
+    def _refuse_occupied(self) -> None:
+        root = self._store.root
+        if root.exists() and not root.is_dir():
+            raise StorageError(f"{root} is a file; a checkpoint needs a directory of its own")
+        other = foreign_format(self._store)
+        if other is not None:
+            raise CheckpointExistsError(
+                f"{root} holds a checkpoint of {other}; two formats are never mixed in one "
+                "directory, also with overwrite=True. Choose another checkpoint_id."
+            )
+        if not self.overwrite and (root / RECORD).exists():
+            raise CheckpointExistsError(
+                f"{root} already holds a checkpoint; choose another checkpoint_id or pass "
+                "overwrite=True"
+            )
+
+    def _see_lease(self, word: dict[str, str]) -> None:
+        deadline = time.monotonic() + LEASE_SEEN_S
+        while True:
+            try:
+                self._store.stat(word["lease"])
+            except OSError as error:
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+                raise StorageError(
+                    f"rank {self._place.rank} on host {socket.gethostname()} does not see the "
+                    f"directory {self._store.root} that rank 0 on host {word['host']} made; "
+                    "checkpoint_id must be on storage that all ranks share"
+                ) from error
+            return
+
+    # --- plan
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan], metadata: Metadata) -> list[SavePlan]:
+        """Decide file and place of every chunk."""
+        state = _columns_of(metadata)
+        assert state.chunks is not None
+        self._layout = plan_layout(
+            self.save_id,
+            state.tensors,
+            state.chunks,
+            state.values_table,
+            len(plans),
+            self._algorithm.size,
+            self.limits,
+        )
+        return [
+            replace(plan, storage_data=message)
+            for plan, message in zip(plans, self._layout.messages, strict=True)
+        ]
+
+    # --- write
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's files; on return they and their names are durable."""
+        items = WriteItems.of(plan.items)
+        files, disk_order, start = decode_rank_layout(plan.storage_data)
+        results = []
+        for file in files:
+            rows = disk_order[file.first : file.first + file.count]
+            results.append(self._write_file(file, rows.tolist(), start, items, planner))
+        if files:
+            with storage_errors(f"syncing {self._store.root / DATA}"):
+                self._store.sync_directory(DATA)
+        return results
+
+    def _write_file(
+        self,
+        plan: FilePlan,
+        rows: list[int],
+        start: Any,
+        items: WriteItems,
+        planner: SavePlanner,
+    ) -> WriteResult:
+        nbytes = items.chunks.nbytes(items.tensors)
+        values = _encode_values(items, planner) if plan.holds_values else b""
+        payload = plan.values + len(values)
+        layout = DigestLayout(payload, self.block, self._algorithm.size)
+        content = ContentDigests(self._algorithm, [int(nbytes[row]) for row in rows])
+        header = self._header(plan, rows, start, items, values, layout)
+        spans: list[ChunkSpan | LateSpan] = [LateSpan(0, len(header), lambda: header)]
+        for number, row in enumerate(rows):
+            item, tensor = items[row], int(items.chunks.tensor[row])
+            spans.append(
+                ChunkSpan(
+                    int(start[row]),
+                    int(nbytes[row]),
+                    int(items.tensors.itemsize[tensor]),
+                    _source_of(planner, item),
+                    number,
+                )
+            )
+
+        def content_entry() -> bytes:
+            return b"".join(
+                int(start[row]).to_bytes(8, "little") + content.result(number)
+                for number, row in sorted(enumerate(rows), key=lambda pair: int(start[pair[1]]))
+            )
+
+        spans.append(LateSpan(plan.content, plan.values - plan.content, content_entry))
+        spans.append(LateSpan(plan.values, len(values), lambda: values))
+        root = self._write(plan.name, spans, plan.content, layout, content)
+        result = _Result(
+            layout.file_size,
+            payload,
+            root,
+            plan.values if plan.holds_values else None,
+            len(rows),
+            sorted(planner.features),
+        )
+        return WriteResult(
+            MetadataIndex(plan.name), layout.file_size, msgspec.msgpack.encode(result)
+        )
+
+    def _header(
+        self,
+        plan: FilePlan,
+        rows: list[int],
+        start: Any,
+        items: WriteItems,
+        values: bytes,
+        layout: DigestLayout,
+    ) -> bytes:
+        described = []
+        for row in rows:
+            item = items[row]
+            assert isinstance(item.data, TensorWriteData)
+            described.append((item.index.fqn, item.data))
+        keys = entry_keys(
+            (name, None if data.chunk.sizes == data.size else data.chunk.offsets)
+            for name, data in described
+        )
+        entries = {}
+        for key, row, (_, data) in zip(keys, rows, described, strict=True):
+            dtype = items.tensors.dtype(int(items.chunks.tensor[row]))
+            shape = (*data.chunk.sizes, dtype.extra_dim) if dtype.extra_dim else data.chunk.sizes
+            at = int(start[row])
+            nbytes = int(np.prod(data.chunk.sizes, dtype=np.int64)) * dtype.itemsize
+            entries[key] = Entry(dtype.safetensors, shape, at, at + nbytes)
+        if rows:
+            entries[CONTENT] = Entry("U8", (plan.values - plan.content,), plan.content, plan.values)
+        if plan.holds_values:
+            entries[VALUES] = Entry("U8", (len(values),), plan.values, layout.payload)
+        digests = layout.file_size - layout.payload
+        entries[DIGESTS] = Entry("U8", (digests,), layout.payload, layout.file_size)
+        return write_header(entries, self._file_metadata(), plan.room)
+
+    def _file_metadata(self) -> dict[str, str]:
+        return {"format": "pt", "shardkeep": "1", "save_id": self.save_id}
+
+    def _write(
+        self,
+        name: str,
+        spans: Sequence[ChunkSpan | LateSpan],
+        late: int,
+        layout: DigestLayout,
+        content: ContentDigests,
+    ) -> str:
+        """Write one file durably; returns its root digest."""
+        threads = io_threads()
+        pool = BufferPool(checked_budget(self.memory_budget), threads, self.block)
+        with storage_errors(f"writing {self._store.root / name}"):
+            file = self._store.create(name)
+            self._written.append(name)
+            try:
+                file.allocate(layout.file_size)
+                level1 = write_payload(
+                    file,
+                    spans,
+                    late=late,
+                    payload=layout.payload,
+                    block=self.block,
+                    pool=pool,
+                    algorithm=self._algorithm,
+                    content=content,
+                    progress=self.progress,
+                )
+                entry, root = layout.seal(level1, self._algorithm)
+                file.write_at(memoryview(entry), layout.payload)
+                file.sync()
+            except BaseException:
+                _close_quietly(file)
+                raise
+            file.close()
+        return root.hex()
+
+    # --- finish
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+        """Index, then the record: the commit."""
+        assert self._lease is not None
+        assert self._layout is not None
+        found = {result.index.fqn: result.storage_data for rank in results for result in rank}
+        reports = [
+            msgspec.msgpack.decode(found[plan.name], type=_Result) for plan in self._layout.files
+        ]
+        files = tuple(
+            FileRow(plan.name, r.size, r.payload, r.root, r.values, r.chunks)
+            for plan, r in zip(self._layout.files, reports, strict=True)
+        )
+        state = _columns_of(metadata)
+        structure = metadata.planner_data
+        assert structure is not None
+        index = self._write_index(state, structure)
+        wait_visible(self._store, {row.name: row.size for row in (index, *files)})
+        requires = sorted({feature for report in reports for feature in report.features})
+        record = Record(
+            self.save_id,
+            index,
+            files,
+            self._algorithm.name,
+            self.block,
+            tuple(requires),
+            _version(),
+            _summary(state, self._layout, len(results)),
+        )
+        data = encode_record(record)
+        self._note_replaced()
+        self._lease.commit(data, overwrite=self.overwrite, same=lambda found: found == data)
+        self.digest = decode_record(data, RECORD).digest
+        placed = StateColumns(
+            state.tensors, self._layout.values, _placed_chunks(self._layout, state)
+        )
+        ranges = [(r.values or 0, r.payload - r.values if r.values else 0) for r in files]
+        locations = LocationColumns(placed, [row.name for row in files], ranges)
+        return replace(
+            metadata,
+            state_dict_metadata=placed,
+            storage_data=locations,
+            storage_meta=self.storage_meta(),
+        )
+
+    def _write_index(self, state: StateColumns, structure: Structure) -> FileRow:
+        assert self._layout is not None
+        parts = index_entries(structure, state.tensors, self._layout.chunks, self._layout.values)
+        layout = DigestLayout(parts.payload, self.block, self._algorithm.size)
+        digests = layout.file_size - layout.payload
+        entries = dict(parts.entries)
+        entries[DIGESTS] = Entry("U8", (digests,), layout.payload, layout.file_size)
+        header = write_header(entries, self._file_metadata(), parts.room)
+        spans: list[ChunkSpan | LateSpan] = [LateSpan(0, len(header), lambda: header)]
+        for key, column in parts.columns.items():
+            flat = column.reshape(-1).view(np.uint8)
+            spans.append(
+                LateSpan(parts.entries[key].start, column.nbytes, lambda flat=flat: flat)  # type: ignore[misc]
+            )
+        name = index_file(self.save_id)
+        nothing = ContentDigests(self._algorithm, [])
+        root = self._write(name, spans, layout.payload, layout, nothing)
+        with storage_errors(f"syncing {self._store.root / DATA}"):
+            self._store.sync_directory(DATA)
+        return FileRow(name, layout.file_size, layout.payload, root)
+
+    def _note_replaced(self) -> None:
+        """Remember the files of the record about to be replaced; only those are removed later."""
+        self._replaced = []
+        if self.overwrite:
+            # A damaged record does not stop its replacement; its files are left to `gc`.
+            with contextlib.suppress(CheckpointError):
+                old = read_record(self._store)
+                self._replaced = [old.index.name, *(row.name for row in old.files)]
+
+    def settle(self) -> None:
+        """Remove the lease's name and the files of the replaced checkpoint."""
+        self._written = []
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
+            unlink_all(self._store, self._replaced, patience_s=5.0 if os.name == "nt" else 0.0)
+
+    def abort(self, *, committing: bool = False) -> None:
+        """Remove this rank's files, unless the checkpoint may exist."""
+        lease, self._lease = self._lease, None
+        written, self._written = self._written, []
+        with contextlib.suppress(Exception):
+            if committing and not self._place.is_coordinator:
+                # Only the coordinator knows whether the commit happened; what is left is garbage
+                # that `gc` removes, or a whole checkpoint.
+                return
+            if lease is not None:
+                if committing and not self._surely_absent():
+                    lease.release()
+                    return
+                lease.release()
+            if committing and self._layout is not None:
+                written = [*written, *(plan.name for plan in self._layout.files)]
+            unlink_all(self._store, written)
+
+    def _surely_absent(self) -> bool:
+        """Whether this save is known not to be the committed one; an unreadable record is not."""
+        try:
+            return read_record(self._store).save_id != self.save_id
+        except CheckpointNotFoundError:
+            return True
+        except Exception:
+            return False
+
+
+def _columns_of(metadata: Metadata) -> StateColumns:
+    state = metadata.state_dict_metadata
+    if not isinstance(state, StateColumns):
+        raise TypeError(
+            "the native format needs the metadata of the default planner, or of one derived from it"
+        )
+    return state
+
+
+def _placed_chunks(layout: Layout, state: StateColumns) -> Callable[[int], Any]:
+    first = np.searchsorted(layout.chunks.tensor, np.arange(len(state.tensors) + 1))
+    return lambda row: layout.chunks.take(np.arange(first[row], first[row + 1]))
+
+
+def _source_of(planner: SavePlanner, item: WriteItem) -> Callable[[], Any]:
+    return lambda: planner.resolve_data(item)
+
+
+def _encode_values(items: WriteItems, planner: SavePlanner) -> bytes:
+    """All values of a rank: their number, where each ends, then each."""
+    parts: list[bytes] = []
+    for item in items[len(items.chunks) :]:
+        data = planner.resolve_data(item)
+        assert isinstance(data, bytes)
+        parts.append(data)
+    ends = np.cumsum([len(part) for part in parts], dtype="<u8")
+    return len(parts).to_bytes(8, "little") + ends.tobytes() + b"".join(parts)
+
+
+def _summary(state: StateColumns, layout: Layout, ranks: int) -> dict[str, Any]:
+    nbytes = int(layout.chunks.nbytes(state.tensors).sum())
+    return {
+        "tensors": len(state.tensors),
+        "values": len(state.values_table),
+        "chunks": len(layout.chunks),
+        "bytes": nbytes,
+        "ranks": ranks,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _version() -> str:
+    from shardkeep import __version__
+
+    return __version__
+
+
+def _close_quietly(file: WriteFile) -> None:
+    with contextlib.suppress(OSError):
+        file.close()

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planning contract: what is written and read, by whom, in which boxes.
+
+A save: every rank makes a local plan, the coordinator joins them into one global plan and the
+metadata, every rank finishes its share, and storage asks for the data item by item. A load: every
+rank lists what it wants of what is stored. Plans are columns; `WriteItem` and `ReadItem` are what
+one row looks like.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import overload
+
+import numpy as np
+
+from shardkeep.arrays import Sink, Source
+from shardkeep.columns import Boxes, Column, Ints
+from shardkeep.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from shardkeep.structure import Structure
+from shardkeep.tables import ChunkTable, TensorTable
+
+__all__ = [
+    "BytesWriteData",
+    "LoadPlan",
+    "LoadPlanner",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "TensorWriteData",
+    "WriteItem",
+    "WriteItems",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWriteData:
+    """One box of a tensor."""
+
+    chunk: ChunkStorageMetadata
+    """The box."""
+    properties: TensorProperties
+    """What the tensor is."""
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class BytesWriteData:
+    """One plain value."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """One thing to write."""
+
+    index: MetadataIndex
+    """Its name and place; the hint is the number of the piece on this rank."""
+    data: TensorWriteData | BytesWriteData
+    """What it is."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalColumns:
+    """What the global plan must know of a rank's items besides the items themselves."""
+
+    tensor_leaf: Ints
+    """Leaf number of each tensor in this rank's structure."""
+    value_leaf: Ints
+    """Leaf number of each value."""
+    replicas: Ints
+    """For each chunk: a number for the declared set of holders, 0 where none is declared."""
+    digest: Column
+    """For each chunk: 16 bytes to compare undeclared replicas by; zeros where unused."""
+    value_digest: Column
+    """For each value: the same."""
+
+
+@dataclass(frozen=True, eq=False)
+class WriteItems(Sequence[WriteItem]):
+    """The items of a plan: rows of a chunk table, then values."""
+
+    tensors: TensorTable
+    """The tensors the chunks belong to."""
+    chunks: ChunkTable
+    """The chunks to write."""
+    value_names: Sequence[str] = ()
+    """The values to write, in the order of their slots."""
+    value_source: Sequence[int] = ()
+    """Which of this rank's values each is."""
+    local: LocalColumns | None = None
+    """Present on a local plan of the default planner."""
+
+    def __len__(self) -> int:
+        """Chunks and values together."""
+        return len(self.chunks) + len(self.value_names)
+
+    @overload
+    def __getitem__(self, row: int) -> WriteItem: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[WriteItem]: ...
+    def __getitem__(self, row: int | slice) -> WriteItem | list[WriteItem]:
+        """One item as an object."""
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        row %= len(self)
+        if row >= len(self.chunks):
+            at = row - len(self.chunks)
+            index = MetadataIndex(self.value_names[at], None, self.value_source[at])
+            return WriteItem(index, BytesWriteData())
+        tensor = int(self.chunks.tensor[row])
+        box = self.chunks.boxes[row]
+        return WriteItem(
+            MetadataIndex(self.tensors.names[tensor], box.offsets, int(self.chunks.source[row])),
+            TensorWriteData(box, self.tensors.properties(tensor), self.tensors.shape(tensor)),
+        )
+
+    def __iter__(self) -> Iterator[WriteItem]:
+        """All items as objects, one at a time."""
+        return (self[i] for i in range(len(self)))
+
+    @classmethod
+    def of(cls, items: Sequence[WriteItem]) -> WriteItems:
+        """Columns from a plain list, as a planner of somebody else's may give."""
+        if isinstance(items, WriteItems):
+            return items
+        chunks = [(i.index, i.data) for i in items if isinstance(i.data, TensorWriteData)]
+        others = [i.index for i in items if isinstance(i.data, BytesWriteData)]
+        rows: dict[str, int] = {}
+        for index, _ in chunks:
+            rows.setdefault(index.fqn, len(rows))
+        first = {rows[index.fqn]: data for index, data in reversed(chunks)}
+        tensors = TensorTable.of(
+            list(rows),
+            [first[r].properties for r in range(len(rows))],
+            [first[r].size for r in range(len(rows))],
+        )
+        count = len(chunks)
+        table = ChunkTable(
+            np.array([rows[index.fqn] for index, _ in chunks], np.int64),
+            Boxes.of([data.chunk for _, data in chunks]),
+            np.zeros(count, np.int64),
+            np.array([-1 if i.index is None else i.index for i, _ in chunks], np.int64),
+        )
+        return cls(
+            tensors,
+            table,
+            [i.fqn for i in others],
+            [-1 if i.index is None else i.index for i in others],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """What one rank writes."""
+
+    items: Sequence[WriteItem]
+    """The items; `WriteItems` where the default planner made it."""
+    planner_data: Structure | None = None
+    """The nesting of this rank's state."""
+    storage_data: bytes = b""
+    """What the storage tells its own writer on this rank, in its own encoding."""
+    usable: bool = True
+    """False where nothing changed and the previous plan holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """One region to read: a part of a stored chunk that goes to a part of a wanted box."""
+
+    dest_index: MetadataIndex
+    """The wanted box; the hint is its number on this rank."""
+    dest_offsets: tuple[int, ...]
+    """Where in the wanted box the region goes."""
+    storage_index: MetadataIndex
+    """The stored chunk; the hint is its row among the tensor's chunks."""
+    storage_offsets: tuple[int, ...]
+    """Where in the stored chunk the region starts."""
+    lengths: tuple[int, ...]
+    """Its extent; `()` with a value."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadItems(Sequence[ReadItem]):
+    """The items of a load plan: one row per pair of wanted box and stored chunk, then values."""
+
+    tensors: TensorTable
+    """The stored tensors."""
+    chunks: ChunkTable
+    """The stored chunk of each row, with its location."""
+    chunk_row: Ints
+    """Row of that chunk among its tensor's chunks."""
+    wanted: Ints
+    """Number of the wanted box on this rank."""
+    wanted_names: Sequence[str]
+    """Name of each wanted box."""
+    wanted_boxes: Sequence[ChunkStorageMetadata]
+    """Each wanted box."""
+    low: Ints
+    """First index of the region in the whole tensor, all rows end to end."""
+    size: Ints
+    """Extent of the region, likewise."""
+    value_names: Sequence[str] = ()
+    """Stored values wanted."""
+    value_dest: Sequence[int] = ()
+    """Number of each on this rank."""
+
+    def __len__(self) -> int:
+        """Regions and values together."""
+        return len(self.chunks) + len(self.value_names)
+
+    @overload
+    def __getitem__(self, row: int) -> ReadItem: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[ReadItem]: ...
+    def __getitem__(self, row: int | slice) -> ReadItem | list[ReadItem]:
+        """One item as an object."""
+        if isinstance(row, slice):
+            return [self[i] for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        row %= len(self)
+        if row >= len(self.chunks):
+            at = row - len(self.chunks)
+            name = self.value_names[at]
+            dest = MetadataIndex(name, None, self.value_dest[at])
+            return ReadItem(dest, (), MetadataIndex(name), (), ())
+        number = int(self.wanted[row])
+        box, stored = self.wanted_boxes[number], self.chunks.boxes[row]
+        part = slice(int(self.chunks.boxes.start[row]), int(self.chunks.boxes.start[row + 1]))
+        low, size = self.low[part].tolist(), self.size[part].tolist()
+        return ReadItem(
+            MetadataIndex(self.wanted_names[number], box.offsets, number),
+            tuple(a - b for a, b in zip(low, box.offsets, strict=True)),
+            MetadataIndex(
+                self.tensors.names[int(self.chunks.tensor[row])],
+                stored.offsets,
+                int(self.chunk_row[row]),
+            ),
+            tuple(a - b for a, b in zip(low, stored.offsets, strict=True)),
+            tuple(size),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class LoadPlan:
+    """What one rank reads."""
+
+    items: Sequence[ReadItem]
+    """The regions; `ReadItems` where the default planner made it."""
+    storage_data: bytes = b""
+    """What the storage tells its own reader on this rank."""
+    wanted: frozenset[str] = frozenset()
+    """Names this rank asks for."""
+    containers: frozenset[str] = frozenset()
+    """Top-level containers of this rank's target."""
+    mismatched: Mapping[str, str] = field(default_factory=dict)
+    """Names whose stored shape, dtype or kind does not fit, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a planner runs."""
+
+    rank: int = 0
+    """This rank."""
+    world_size: int = 1
+    """How many there are."""
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank makes the global plan."""
+        return self.rank == 0
+
+
+class SavePlanner(ABC):
+    """Decides what each rank writes."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a reader must be able to do with this rank's values: `"pickle"`, or nothing."""
+        return frozenset()
+
+    @abstractmethod
+    def set_up_planner(
+        self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
+    ) -> None:
+        """Take the state of this rank."""
+
+    @abstractmethod
+    def create_local_plan(self) -> SavePlan:
+        """What this rank could write."""
+
+    @abstractmethod
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """What each rank does write, and the metadata of it all. Runs on the coordinator."""
+
+    @abstractmethod
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take this rank's share of the global plan."""
+
+    @abstractmethod
+    def resolve_data(self, write_item: WriteItem) -> Source | bytes:
+        """The elements of a box, or the encoded value. May be called from any thread."""
+
+
+class LoadPlanner(ABC):
+    """Decides what each rank reads and where it goes."""
+
+    @abstractmethod
+    def set_up_planner(
+        self, state_dict: object, metadata: Metadata, place: Place = Place()
+    ) -> None:
+        """Take the target of this rank and what is stored."""
+
+    @abstractmethod
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank reads; raises `MismatchError` where the target does not fit."""
+
+    @abstractmethod
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """A last look at all plans together. Runs on the coordinator."""
+
+    @abstractmethod
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Take this rank's final plan."""
+
+    @abstractmethod
+    def load_bytes(self, read_item: ReadItem, value: bytes) -> None:
+        """Take an encoded value."""
+
+    @abstractmethod
+    def resolve_tensor(self, read_item: ReadItem) -> Sink:
+        """Where the elements of a wanted box go. May be called from any thread."""
+
+    @abstractmethod
+    def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
+        """Every element of this region has been put."""

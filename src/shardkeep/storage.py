@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The storage contract: how plans become bytes somewhere, and bytes become arrays again.
+
+A storage that passes `shardkeep.testing.StorageTests` works under `save` and `load`. One is chosen
+by asking each in turn whether a checkpoint id is its own; third parties add theirs through the
+entry point group `shardkeep.storage`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+from shardkeep.errors import StorageError
+from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
+from shardkeep.planner import LoadPlan, LoadPlanner, Place, SavePlan, SavePlanner
+
+__all__ = [
+    "CheckpointId",
+    "StorageReader",
+    "StorageWriter",
+    "WriteResult",
+    "find_reader",
+    "find_writer",
+]
+
+CheckpointId = str | os.PathLike[str]
+Progress = Callable[[int], None]
+"""Called with the number of payload bytes just moved; from any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteResult:
+    """What became of one thing written; a storage may report per file, not per item."""
+
+    index: MetadataIndex
+    """The item, or the file."""
+    size_in_bytes: int
+    """Bytes written."""
+    storage_data: bytes = b""
+    """What `finish` must know of it, in the storage's own encoding."""
+
+
+class StorageWriter(ABC):
+    """Called `reset`, `set_up_storage_writer`, `prepare_local_plan`, `prepare_global_plan`
+    (coordinator), `write_data`, `finish` (coordinator), `settle`; or `abort` after any error.
+    """
+
+    @abstractmethod
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another save, possibly to another place."""
+
+    @abstractmethod
+    def set_up_storage_writer(self, place: Place, announcement: bytes = b"") -> bytes:
+        """Get ready to write.
+
+        The coordinator is called first, with nothing, and returns what every other rank gets as
+        `announcement`. Those must raise if they do not see the same storage.
+        """
+
+    @abstractmethod
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Look at this rank's plan before it is joined."""
+
+    @abstractmethod
+    def prepare_global_plan(self, plans: list[SavePlan], metadata: Metadata) -> list[SavePlan]:
+        """Decide where everything lies. Runs on the coordinator."""
+
+    @abstractmethod
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write this rank's share; on return it is durable."""
+
+    @abstractmethod
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
+        """Make the checkpoint exist, atomically. Runs on the coordinator, last."""
+
+    def settle(self) -> None:
+        """Clean up what the commit replaced, once every rank knows of it. Never fails a save."""
+
+    def abort(self, *, committing: bool = False) -> None:
+        """Clean up after an error; must not raise.
+
+        With `committing`, the error came in or after `finish`: the checkpoint may exist, and what
+        belongs to it must stay.
+        """
+
+    @classmethod
+    @abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether this storage could write there."""
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Which save this is."""
+        return None
+
+
+class StorageReader(ABC):
+    """Called `reset`, `read_metadata`, `set_up_storage_reader`, `prepare_local_plan`,
+    `prepare_global_plan` (coordinator), `read_data`.
+    """
+
+    @abstractmethod
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another load, possibly from another place."""
+
+    @abstractmethod
+    def read_metadata(self, announcement: bytes = b"") -> Metadata:
+        """What is stored. The coordinator is called with nothing, other ranks with its word."""
+
+    def announcement(self) -> bytes:
+        """What the coordinator tells other ranks after it has read the metadata."""
+        return b""
+
+    @abstractmethod
+    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
+        """Get ready to read."""
+
+    @abstractmethod
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Look at this rank's plan."""
+
+    @abstractmethod
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Look at all plans. Runs on the coordinator."""
+
+    @abstractmethod
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
+        """Read everything in the plan into its place; returns the payload bytes delivered."""
+
+    def same_content(self, first: str, second: str) -> bool:
+        """Whether two stored tensors are known to have equal bytes, without reading them."""
+        return False
+
+    def close(self) -> None:
+        """Let go of files."""
+
+    @classmethod
+    @abstractmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether this storage can read there."""
+
+
+@runtime_checkable
+class StorageKind(Protocol):
+    """What an entry point of `shardkeep.storage` names: a pair of classes."""
+
+    writer: ClassVar[type[StorageWriter]]
+    """Writes this kind of storage."""
+    reader: ClassVar[type[StorageReader]]
+    """Reads it."""
+
+
+BUILT_IN = ("shardkeep.formats.native:NativeStorage",)
+"""`module:name` of the storages that come with the package, asked first."""
+
+
+def _kinds() -> list[Any]:
+    kinds = []
+    for spec in BUILT_IN:
+        module, _, name = spec.partition(":")
+        kinds.append(getattr(importlib.import_module(module), name))
+    return kinds
+
+
+def _third_party() -> list[Any]:
+    from importlib.metadata import entry_points
+
+    return [point.load() for point in entry_points(group="shardkeep.storage")]
+
+
+def _find(checkpoint_id: CheckpointId, role: str) -> Any:
+    for kinds in (_kinds, _third_party):
+        for kind in kinds():
+            cls = getattr(kind, role)
+            if cls.validate_checkpoint_id(checkpoint_id):
+                return cls
+    raise StorageError(
+        f"no storage knows the checkpoint id {os.fspath(checkpoint_id)!r}; pass storage_{role}=..."
+    )
+
+
+def find_writer(checkpoint_id: CheckpointId) -> type[StorageWriter]:
+    """The first storage that says it can write there."""
+    found: type[StorageWriter] = _find(checkpoint_id, "writer")
+    return found
+
+
+def find_reader(checkpoint_id: CheckpointId) -> type[StorageReader]:
+    """The first storage that says it can read there."""
+    found: type[StorageReader] = _find(checkpoint_id, "reader")
+    return found

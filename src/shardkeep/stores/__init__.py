@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where bytes lie. A store knows names and bytes, nothing of checkpoints."""

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of a local or shared file system, one small operation at a time.
+
+Every operation that the commit depends on is a method here, so that a recording store can log it
+and replay a crash after any of them. Names are relative; links are never followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardkeep.errors import CheckpointError, StorageError
+
+__all__ = ["LocalStore", "ReadFile", "WriteFile", "storage_errors"]
+
+_NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
+"""What syncing a directory that only others can change may answer."""
+
+_TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY}
+
+
+@contextlib.contextmanager
+def storage_errors(what: str) -> Iterator[None]:
+    """Turn an operating system's error into ours, keeping `errno` and saying what was tried."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        failed = StorageError(
+            f"{what}: {reason} (errno {error.errno})", transient=error.errno in _TRANSIENT
+        )
+        failed.errno = error.errno
+        failed.strerror = error.strerror
+        raise failed from error
+
+
+class WriteFile:
+    """A file being written, created exclusively; threads share it by position."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        """Own the descriptor until `close`."""
+        self.fd = fd
+        self.path = path
+
+    def allocate(self, nbytes: int) -> None:
+        """Reserve space, so that a full disk shows now. Best effort where it is not supported."""
+        fallocate = getattr(os, "posix_fallocate", None)
+        if fallocate is None or nbytes == 0:
+            return
+        # glibc emulates what the file system lacks by writing zeros; on local disks it never does.
+        try:
+            fallocate(self.fd, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                raise
+
+    def write_at(self, data: memoryview, offset: int) -> None:
+        """Write all of `data` at a position, however many calls that takes."""
+        while len(data):
+            written = os.pwrite(self.fd, data, offset)
+            data, offset = data[written:], offset + written
+
+    def sync(self) -> None:
+        """Make the contents durable. A failure is final: the pages are already marked clean."""
+        sync_fd(self.fd)
+
+    def touch(self) -> None:
+        """Set the modification time to the file server's present."""
+        os.utime(self.fd)
+
+    def close(self) -> None:
+        """Close, raising what a late write error left behind."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def sync_fd(fd: int) -> None:
+    """fsync that reaches the disk, also on macOS, where plain fsync stops at the drive's cache."""
+    import sys
+
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
+        return
+    os.fsync(fd)
+
+
+class ReadFile:
+    """A file being read by position, from any thread."""
+
+    def __init__(self, fd: int, path: Path) -> None:
+        """Own the descriptor until `close`."""
+        self.fd = fd
+        self.path = path
+        self.size = os.fstat(fd).st_size
+
+    def read_into(self, out: memoryview, offset: int) -> int:
+        """Fill `out` from a position; returns fewer bytes only at the end of the file."""
+        done = 0
+        while done < len(out):
+            got = os.preadv(self.fd, [out[done:]], offset + done)
+            if got == 0:
+                break
+            done += got
+        return done
+
+    def close(self) -> None:
+        """Let go of the file."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """What is known of a file without opening it."""
+
+    size: int
+    """Bytes."""
+    modified: float
+    """Modification time, by the clock of whoever keeps the file."""
+
+
+class LocalStore:
+    """One directory and what is in it."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """Nothing is touched yet."""
+        self.root = Path(os.path.abspath(os.fspath(root)))
+
+    def _path(self, name: str) -> Path:
+        return self.root / name if name else self.root
+
+    def make_directory(self, name: str) -> None:
+        """Make a directory and what it needs above it; every parent that gains one is synced."""
+        path = self._path(name)
+        missing = []
+        while not path.exists():
+            missing.append(path)
+            path = path.parent
+        # Whoever made the lowest one there is may not have synced it yet, or was killed before.
+        try:
+            self._sync_directory(path.parent)
+        except OSError as error:
+            if error.errno not in _NOT_OURS:
+                raise
+        for made in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                self._mkdir(made)
+            self._sync_directory(made.parent)
+
+    def _mkdir(self, path: Path) -> None:
+        path.mkdir()
+
+    def _sync_directory(self, path: Path) -> None:
+        if os.name == "nt":
+            return
+        fd = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def sync_directory(self, name: str = "") -> None:
+        """Make the names in a directory durable."""
+        self._sync_directory(self._path(name))
+
+    def create(self, name: str) -> WriteFile:
+        """Create a file that must not exist; permissions follow the umask."""
+        path = self._path(name)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        return WriteFile(os.open(path, flags, 0o666), path)
+
+    def open(self, name: str) -> ReadFile:
+        """Open a regular file for reading; a link is not followed."""
+        path = self._path(name)
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        # A pipe put in a data file's place must not block the reader for ever.
+        fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return ReadFile(fd, path)
+
+    def read(self, name: str, limit: int) -> bytes:
+        """The whole of a small file; more than `limit` bytes is a `StorageError`."""
+        file = self.open(name)
+        try:
+            if file.size > limit:
+                raise StorageError(f"{file.path} is {file.size} bytes, expected at most {limit}")
+            buffer = bytearray(file.size)
+            got = file.read_into(memoryview(buffer), 0)
+            return bytes(buffer[:got])
+        finally:
+            file.close()
+
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name; `FileExistsError` if the name is taken."""
+        os.link(self._path(old), self._path(new), follow_symlinks=False)
+
+    def rename(self, old: str, new: str) -> None:
+        """Move a file over whatever has the new name, atomically."""
+        os.replace(self._path(old), self._path(new))
+
+    def unlink(self, name: str) -> None:
+        """Remove a name."""
+        os.unlink(self._path(name))
+
+    def stat(self, name: str) -> Stat:
+        """Size and time of a file; a link counts as itself."""
+        found = os.stat(self._path(name), follow_symlinks=False)
+        return Stat(found.st_size, found.st_mtime)
+
+    def list(self, name: str = "") -> list[str]:
+        """Names in a directory, sorted; none if there is no such directory."""
+        try:
+            return sorted(os.listdir(self._path(name)))
+        except FileNotFoundError:
+            return []

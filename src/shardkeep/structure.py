@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The nesting of a state without its leaves, and the names that follow from it.
+
+A leaf's identity is its typed path; its name (fqn) is torch's dotted one, bracketed where two paths
+would share it. Structures of ranks that each hold a part of a state merge into one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from shardkeep import values
+from shardkeep.errors import FormatError, PlanError, UnsupportedValueError
+
+__all__ = ["TENSOR", "VALUE", "Structure", "bracketed", "dotted", "key_identity", "merge"]
+
+MAX_DEPTH = 64
+MAX_NAME_BYTES = 4096
+
+TENSOR, VALUE = 0, 1
+"""Leaf kinds, as they stand in the structure."""
+
+Key = Any
+Path = tuple[Key, ...]
+Node = Any
+"""A leaf kind (int), or `[kind, keys, children, extra]`."""
+
+
+def dotted(path: Path) -> str:
+    """Torch's name of a path."""
+    return ".".join(map(str, path))
+
+
+def bracketed(path: Path) -> str:
+    """A name that no other path has: what is not a plain dotless string stands in brackets."""
+    out = ""
+    for key in path:
+        if type(key) is str and key and not any(c in '.[]"' for c in key):
+            out += f".{key}" if out else key
+        elif type(key) is str:
+            out += "[" + msgspec.json.encode(key).decode() + "]"
+        elif type(key) is int:
+            out += f"[{key}]"
+        else:
+            out += f"[{type(key).__name__} {key!r}]"
+    return out
+
+
+def unique_names(paths: Sequence[Path]) -> list[str]:
+    """A name for each path: dotted, or bracketed where two paths share one dotted name."""
+    names = [dotted(path) for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    fixed: set[int] = set()
+    while True:
+        seen: dict[str, int] = {}
+        clash: set[int] = set()
+        for row, name in enumerate(names):
+            first = seen.setdefault(name, row)
+            if first != row:
+                clash |= {first, row}
+        if clash <= fixed:
+            if clash:
+                a, b = sorted(clash)[:2]
+                raise PlanError(f"two leaves have one path: {paths[a]!r} and {paths[b]!r}")
+            return names
+        for row in clash:
+            names[row] = bracketed(paths[row])
+        fixed |= clash
+
+
+def key_identity(key: Key) -> object:
+    """Tells 1, True and 1.0 apart, which Python calls equal."""
+    return key if type(key) is str else values.encode_key(key, where="")
+
+
+_KEY_EXT = 1
+_MAPPINGS = ("dict", "ordered_dict")
+_KEYED = (*_MAPPINGS, "per_rank", "parts")
+_KINDS = (*_KEYED, "list", "tuple", "named_tuple")
+
+
+class Structure:
+    """The nesting of a state without its leaves."""
+
+    def __init__(self, root: Node) -> None:
+        """Wrap a tree of nodes."""
+        self.root = root
+        self._names: list[str] | None = None
+        self._paths: list[Path] | None = None
+        self._kinds: list[int] = []
+
+    @property
+    def paths(self) -> list[Path]:
+        """Typed path of each leaf, in order."""
+        if self._paths is None:
+            self._paths = []
+            self._kinds = []
+            self._walk(self.root, ())
+        return self._paths
+
+    @property
+    def kinds(self) -> list[int]:
+        """Kind of each leaf, in order."""
+        assert self.paths is not None
+        return self._kinds
+
+    @property
+    def names(self) -> list[str]:
+        """Name of each leaf, in order; see `unique_names`."""
+        if self._names is None:
+            self._names = unique_names(self.paths)
+            for name, path in zip(self._names, self.paths, strict=True):
+                if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
+                    raise UnsupportedValueError(
+                        f"the name of {path[0]!r}... is {len(name.encode())} bytes long; "
+                        f"at most {MAX_NAME_BYTES} can be stored"
+                    )
+        return self._names
+
+    def _walk(self, node: Node, path: Path) -> None:
+        if type(node) is int:
+            assert self._paths is not None
+            self._paths.append(path)
+            self._kinds.append(node)
+            return
+        kind, keys, children, _ = node
+        for key, child in zip(
+            keys if kind in _KEYED else range(len(children)), children, strict=True
+        ):
+            self._walk(child, (*path, key))
+
+    def encode(self) -> bytes:
+        """As msgpack; keys that msgpack cannot tell apart are wrapped."""
+        return msgspec.msgpack.encode(_wire(self.root))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Structure:
+        """What `encode` made, checked node by node; hostile bytes give a `FormatError`."""
+        try:
+            root = _from_wire(msgspec.msgpack.decode(data, ext_hook=_key_hook), 0)
+        except (msgspec.MsgspecError, RecursionError, ValueError, TypeError) as error:
+            raise FormatError(f"the structure of the state is damaged: {error}") from error
+        return cls(root)
+
+    def build(self, leaf: Callable[[int], object]) -> Any:
+        """Build the nesting anew, with `leaf(i)` in place of leaf i."""
+        counter = iter(range(len(self.paths)))
+
+        def make(node: Node) -> Any:
+            if type(node) is int:
+                return leaf(next(counter))
+            kind, keys, children, _ = node
+            made = [make(child) for child in children]
+            if kind == "ordered_dict":
+                return OrderedDict(zip(keys, made, strict=True))
+            if kind in _KEYED:
+                return dict(zip(keys, made, strict=True))
+            return made if kind == "list" else tuple(made)
+
+        return make(self.root)
+
+
+def _wire(node: Node) -> Node:
+    if type(node) is int:
+        return node
+    kind, keys, children, extra = node
+    if keys is not None and kind in _MAPPINGS:
+        keys = [
+            k
+            if type(k) in (str, bool) or k is None or (type(k) is int and -(2**63) <= k < 2**63)
+            else msgspec.msgpack.Ext(_KEY_EXT, values.encode_key(k, where=""))
+            for k in keys
+        ]
+    return [kind, keys, [_wire(child) for child in children], extra]
+
+
+def _key_hook(code: int, data: memoryview) -> object:
+    if code != _KEY_EXT:
+        raise ValueError(f"unknown key code {code}")
+    return values.decode(bytes(data), foreign="plain")
+
+
+def _from_wire(node: Node, depth: int) -> Node:
+    if type(node) is int:
+        if node not in (TENSOR, VALUE):
+            raise ValueError(f"unknown leaf kind {node}")
+        return node
+    if depth > MAX_DEPTH + 1 or type(node) is not list or len(node) != 4:
+        raise ValueError("a container is not [kind, keys, children, extra], or too deep")
+    kind, keys, children, extra = node
+    if kind not in _KINDS or type(children) is not list:
+        raise ValueError(f"unknown container kind {kind!r}")
+    if kind in _KEYED:
+        if type(keys) is not list or len(keys) != len(children):
+            raise ValueError(f"{kind} has keys that do not fit its children")
+        if len({key_identity(key) for key in keys}) != len(keys):
+            raise ValueError(f"{kind} has a key twice")
+    elif keys is not None:
+        raise ValueError(f"{kind} has keys")
+    _check_extra(kind, keys, children, extra)
+    return [kind, keys, [_from_wire(child, depth + 1) for child in children], extra]
+
+
+def _check_extra(kind: str, keys: Any, children: list[Node], extra: Any) -> None:
+    if kind == "per_rank":
+        fits = type(extra) is int and all(type(k) is int and 0 <= k < extra for k in keys)
+    elif kind == "parts":
+        fits = type(extra) is str and all(type(k) is str for k in keys)
+    elif kind == "named_tuple":
+        fits = (
+            type(extra) is list
+            and len(extra) == 2
+            and type(extra[0]) is str
+            and type(extra[1]) is list
+            and len(extra[1]) == len(children)
+            and all(type(f) is str for f in extra[1])
+        )
+    else:
+        fits = extra is None
+    if not fits:
+        raise ValueError(f"{kind} is not well formed")
+
+
+class _Merged:
+    """A container or leaf of the union, while it is being built."""
+
+    __slots__ = ("children", "extra", "key", "kind", "number", "rank")
+
+    def __init__(self, key: Key, kind: str | int, extra: object, rank: int) -> None:
+        self.key = key
+        self.kind = kind
+        self.extra = extra
+        self.rank = rank
+        self.children: dict[object, _Merged] = {}
+        self.number = -1
+
+
+def merge(structures: Sequence[Structure]) -> tuple[Structure, list[list[int]]]:
+    """The union over ranks, and for each rank the number of each of its leaves in the union.
+
+    Keys keep the order of the first rank that has them. Containers of different kinds or lists of
+    different lengths under one path are a `PlanError` naming both ranks.
+    """
+    if len(structures) == 1:
+        return structures[0], [list(range(len(structures[0].paths)))]
+    root: _Merged | None = None
+    leaves: list[list[_Merged]] = []
+    for rank, structure in enumerate(structures):
+        found: list[_Merged] = []
+        root = _merge_node(root, structure.root, None, (), rank, found)
+        leaves.append(found)
+    assert root is not None
+    count = 0
+
+    def number(node: _Merged) -> Node:
+        nonlocal count
+        if type(node.kind) is int:
+            node.number = count
+            count += 1
+            return node.kind
+        children = [number(child) for child in node.children.values()]
+        keys = [c.key for c in node.children.values()] if node.kind in _KEYED else None
+        return [node.kind, keys, children, node.extra]
+
+    union = Structure(number(root))
+    return union, [[leaf.number for leaf in found] for found in leaves]
+
+
+def _merge_node(
+    into: _Merged | None, node: Node, key: Key, path: Path, rank: int, found: list[_Merged]
+) -> _Merged:
+    leaf = type(node) is int
+    kind, keys, children, extra = (node, None, (), None) if leaf else node
+    if into is None:
+        into = _Merged(key, kind, extra, rank)
+        fresh = True
+    else:
+        fresh = False
+        if into.kind != kind or into.extra != extra:
+            raise PlanError(
+                f"{dotted(path) or 'the state'} is {_kind_text(into.kind, into.extra)} on rank "
+                f"{into.rank} and {_kind_text(kind, extra)} on rank {rank}; one name must mean one "
+                "thing on all ranks"
+            )
+    if leaf:
+        found.append(into)
+        return into
+    keyed = kind in _KEYED
+    if not keyed and not fresh and len(into.children) != len(children):
+        raise PlanError(
+            f"{dotted(path)} has {len(into.children)} entries on rank {into.rank} and "
+            f"{len(children)} on rank {rank}; use a dict if ranks hold different entries"
+        )
+    parts: Any = keys if keyed else range(len(children))
+    for part, child in zip(parts, children, strict=True):
+        identity = key_identity(part) if keyed else part
+        old = into.children.get(identity)
+        new = _merge_node(old, child, part, (*path, part), rank, found)
+        if old is None:
+            into.children[identity] = new
+    return into
+
+
+def _kind_text(kind: str | int, extra: object) -> str:
+    if kind == TENSOR:
+        return "an array"
+    if kind == VALUE:
+        return "a plain value"
+    return f"a {kind} {extra!r}" if extra is not None else f"a {kind}"

@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested state <-> leaves with typed paths and names.
+
+A leaf is an array or a plain value. What remains when the leaves are taken out is the `Structure`:
+enough to build the very same nesting again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from shardkeep import values
+from shardkeep.arrays import ArrayAdapter, adapter_of
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.structure import (
+    MAX_DEPTH,
+    TENSOR,
+    VALUE,
+    Key,
+    Node,
+    Path,
+    Structure,
+    dotted,
+    key_identity,
+)
+
+__all__ = ["FlatState", "Leaf", "PerRank", "Stateful", "fill", "flatten"]
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that gives and takes its own state, like a module or an optimizer."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The state to save."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], /) -> object:
+        """Take back what `state_dict` gave."""
+
+
+@dataclass(frozen=True, slots=True)
+class PerRank(Generic[T]):
+    """A value each rank keeps for itself: never compared, never deduplicated, restored by rank."""
+
+    value: T
+    """Anything a state may hold: a plain value, an array, a container of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array or plain value and where it was found."""
+
+    path: Path
+    """Keys and indices from the root."""
+    value: object
+    """The array or the plain value itself."""
+    kind: int
+    """`TENSOR` or `VALUE`."""
+    fixed: bool = False
+    """Cannot be set on load: what is stored must equal what the target has."""
+
+
+def is_stateful(value: object) -> bool:
+    """Whether the object, not its class, gives and takes a state."""
+    return (
+        not isinstance(value, (type, Mapping))
+        and callable(getattr(value, "state_dict", None))
+        and callable(getattr(value, "load_state_dict", None))
+    )
+
+
+def is_split_mapping(value: object) -> bool:
+    """Counters are plain values; every other mapping is taken apart."""
+    return isinstance(value, Mapping) and type(value) is not Counter
+
+
+def _is_named_tuple(value: object) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _is_sequence(value: object) -> bool:
+    # torch.Size and the like are tuples by inheritance only: plain values.
+    return type(value) in (list, tuple) or _is_named_tuple(value)
+
+
+def _splits(value: object, depth: int = 0) -> bool:
+    """Whether a sequence holds anything that is not plain, at any depth of sequences."""
+    if depth > MAX_DEPTH:
+        return True  # too deep or a cycle: the walk finds it and says where
+    for item in value:  # type: ignore[attr-defined]
+        kind = type(item)
+        if kind in (int, float, str, bool) or item is None:
+            continue
+        if isinstance(item, (Mapping, PerRank)):
+            if kind is not Counter:
+                return True
+        elif _is_sequence(item):
+            if _splits(item, depth + 1):
+                return True
+        elif adapter_of(item) is not None or is_stateful(item):
+            return True
+    return False
+
+
+# --- taking a state apart -----------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state taken apart: its leaves in order, and the nesting around them."""
+
+    leaves: list[Leaf]
+    """In the order of the structure."""
+    structure: Structure
+    """The nesting."""
+    states: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    """What each `Stateful` gave, by identity."""
+
+
+def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
+    """Take a state apart. `Stateful`s are asked in the order of their names, on this thread."""
+    states = _ask_statefuls(state)
+    walk = _Walk(states, rank, world_size)
+    root = walk.node(state, (), 0)
+    return FlatState(walk.leaves, Structure(root), states)
+
+
+def _ask_statefuls(state: object) -> dict[int, Mapping[str, Any]]:
+    """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective."""
+    states: dict[int, Mapping[str, Any]] = {}
+    keep: list[object] = []
+    pending: list[object] = [state]
+    while pending:
+        found: dict[int, tuple[str, object]] = {}
+        for part in pending:
+            for path, value in _find_statefuls(part, (), 0):
+                if id(value) not in states:
+                    found.setdefault(id(value), (dotted(path), value))
+        pending = []
+        for _, value in sorted(found.values(), key=lambda item: item[0]):
+            given = value.state_dict()  # type: ignore[attr-defined]
+            if not isinstance(given, Mapping):
+                raise UnsupportedValueError(
+                    f"state_dict() of a {type(value).__qualname__} gave a "
+                    f"{type(given).__qualname__}, expected a mapping"
+                )
+            states[id(value)] = given
+            keep.append(value)
+            pending.append(given)
+    return states
+
+
+def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Path, object]]:
+    if depth > MAX_DEPTH or adapter_of(value) is not None:
+        return
+    if isinstance(value, PerRank):
+        yield from _find_statefuls(value.value, path, depth + 1)
+    elif is_split_mapping(value):
+        for key, child in value.items():  # type: ignore[attr-defined]
+            yield from _find_statefuls(child, (*path, key), depth + 1)
+    elif _is_sequence(value):
+        for i, child in enumerate(value):  # type: ignore[arg-type]
+            yield from _find_statefuls(child, (*path, i), depth + 1)
+    elif is_stateful(value):
+        yield path, value
+
+
+class _Walk:
+    """One pass over a state, collecting leaves."""
+
+    def __init__(self, states: dict[int, Mapping[str, Any]], rank: int, world_size: int) -> None:
+        self.states = states
+        self.rank = rank
+        self.world_size = world_size
+        self.leaves: list[Leaf] = []
+
+    def node(self, value: object, path: Path, depth: int) -> Node:
+        if depth > MAX_DEPTH:
+            raise UnsupportedValueError(
+                f"{dotted(path[:8])}...: nested deeper than {MAX_DEPTH}, or a container that "
+                "holds itself"
+            )
+        adapter = adapter_of(value)
+        if adapter is not None:
+            return self._array(adapter, value, path, depth)
+        if isinstance(value, PerRank):
+            child = self.node(value.value, (*path, self.rank), depth + 1)
+            return ["per_rank", [self.rank], [child], self.world_size]
+        if is_split_mapping(value):
+            return self._mapping(value, path, depth)  # type: ignore[arg-type]
+        if _is_sequence(value) and _splits(value):
+            return self._sequence(value, path, depth)  # type: ignore[arg-type]
+        if is_stateful(value):
+            return self.node(self.states[id(value)], path, depth)
+        self.leaves.append(Leaf(path, value, VALUE))
+        return VALUE
+
+    def _array(self, adapter: ArrayAdapter, value: object, path: Path, depth: int) -> Node:
+        composite = adapter.parts(value, dotted(path))
+        if composite is None:
+            self.leaves.append(Leaf(path, value, TENSOR))
+            return TENSOR
+        keys, children = [], []
+        for key, part in composite.parts.items():
+            keys.append(key)
+            children.append(self.node(part, (*path, key), depth + 1))
+        for key, attribute in composite.attributes.items():
+            keys.append(key)
+            children.append(VALUE)
+            self.leaves.append(Leaf((*path, key), attribute, VALUE, fixed=True))
+        return ["parts", keys, children, composite.kind]
+
+    def _mapping(self, value: Mapping[Key, object], path: Path, depth: int) -> Node:
+        kind = "ordered_dict" if isinstance(value, OrderedDict) else "dict"
+        keys, children, seen = [], [], set()
+        for key, child in value.items():
+            plain = plain_key(key, path)
+            identity = key_identity(plain)
+            if identity in seen:
+                raise UnsupportedValueError(
+                    f"{dotted(path)}: two keys are stored as {plain!r}; give them distinct values"
+                )
+            seen.add(identity)
+            keys.append(plain)
+            children.append(self.node(child, (*path, plain), depth + 1))
+        return [kind, keys, children, None]
+
+    def _sequence(self, value: Sequence[object], path: Path, depth: int) -> Node:
+        children = [self.node(child, (*path, i), depth + 1) for i, child in enumerate(value)]
+        if _is_named_tuple(value):
+            fields = list(type(value)._fields)  # type: ignore[attr-defined]
+            return ["named_tuple", None, children, [type(value).__name__, fields]]
+        return ["list" if type(value) is list else "tuple", None, children, None]
+
+
+def plain_key(key: object, path: Path) -> Key:
+    """A mapping key as it is stored; Enums by value, as everywhere."""
+    kind = type(key)
+    if kind is str:
+        try:
+            key.encode()  # type: ignore[attr-defined]
+        except UnicodeEncodeError as error:
+            raise UnsupportedValueError(
+                f"{dotted(path)}: key {key!r} is not valid Unicode and cannot be stored"
+            ) from error
+        return key
+    if kind is int or kind is bool or key is None:
+        return key
+    return values.decode(values.encode_key(key, where=dotted(path)), foreign="plain")
+
+
+# --- putting a state together again -------------------------------------------------------------
+
+
+def fill(state: object, flat: FlatState, results: Sequence[object]) -> Any:
+    """Put `results`, one per leaf of `flat`, into the state they were flattened from.
+
+    Mutable containers are changed in place, others rebuilt; `Stateful`s get `load_state_dict` in
+    the order of their names, once everything else is in place.
+    """
+    filler = _Fill(flat, results)
+    out = filler.node(state)
+    for _, stateful, filled in sorted(filler.statefuls, key=lambda item: item[0]):
+        stateful.load_state_dict(filled)
+    return out
+
+
+class _Fill:
+    def __init__(self, flat: FlatState, results: Sequence[object]) -> None:
+        self.flat = flat
+        self.results = results
+        self.at = 0
+        self.statefuls: list[tuple[str, Stateful, Mapping[str, Any]]] = []
+
+    def node(self, value: Any, path: Path = ()) -> Any:
+        adapter = adapter_of(value)
+        if adapter is not None:
+            composite = adapter.parts(value, dotted(path))
+            if composite is None:
+                return self._leaf()
+            for part in composite.parts.values():
+                self.node(part, path)
+            self.at += len(composite.attributes)
+            return value
+        if isinstance(value, PerRank):
+            return PerRank(self.node(value.value, path))
+        if is_split_mapping(value):
+            return self._mapping(value, path)
+        if _is_sequence(value) and _splits(value):
+            filled = [self.node(child, (*path, i)) for i, child in enumerate(value)]
+            if type(value) is list:
+                value[:] = filled
+                return value
+            return type(value)(*filled) if _is_named_tuple(value) else tuple(filled)
+        if is_stateful(value):
+            given = self.flat.states[id(value)]
+            filled_state = self.node(given, path)
+            self.statefuls.append((dotted(path), value, filled_state))
+            return value
+        return self._leaf()
+
+    def _leaf(self) -> object:
+        self.at += 1
+        return self.results[self.at - 1]
+
+    def _mapping(self, value: Any, path: Path) -> Any:
+        filled = {key: self.node(child, (*path, key)) for key, child in list(value.items())}
+        if isinstance(value, MutableMapping):
+            for key, new in filled.items():
+                if value[key] is not new:
+                    value[key] = new
+            return value
+        try:
+            return type(value)(filled)
+        except TypeError:
+            return filled

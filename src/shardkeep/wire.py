@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans as messages between ranks.
+
+What many ranks send alike (the nesting, names, shapes) is one part of a local plan and decoded
+once; what is a rank's own (its boxes) is a few arrays. A final plan names pieces the rank knows
+already, so it holds no names unless the union of all ranks changed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shardkeep.columns import Boxes, Strings, pack, starts, unpack
+from shardkeep.metadata import TensorProperties
+from shardkeep.planner import LoadPlan, LocalColumns, SavePlan, WriteItems
+from shardkeep.structure import Structure
+from shardkeep.tables import ChunkTable, TensorTable
+
+__all__ = [
+    "PlanDecoder",
+    "decode_final_plan",
+    "decode_kinds",
+    "encode_final_plan",
+    "encode_kinds",
+    "encode_load_plan",
+    "encode_local_plan",
+]
+
+
+def encode_kinds(kinds: Sequence[TensorProperties]) -> bytes:
+    """Tensor properties as JSON, short and readable."""
+    return msgspec.json.encode([vars(kind) for kind in kinds])
+
+
+def decode_kinds(data: bytes) -> tuple[TensorProperties, ...]:
+    """What `encode_kinds` made; unknown members are ignored."""
+    known = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+    rows = msgspec.json.decode(data, type=list[dict[str, Any]])
+    return tuple(TensorProperties(**{k: row[k] for k in known if k in row}) for row in rows)
+
+
+def encode_local_plan(plan: SavePlan) -> bytes:
+    """A rank's local plan, for the coordinator."""
+    items = WriteItems.of(plan.items)
+    tensors, chunks, local = items.tensors, items.chunks, items.local
+    empty = np.zeros(0, np.int64)
+    shared: dict[str, Any] = {
+        "kinds": encode_kinds(tensors.kinds),
+        "kind": tensors.kind,
+        "shape_start": tensors.shape_start,
+        "shapes": tensors.shapes,
+        "alias_of": tensors.alias_of,
+        "tensor_leaf": empty if local is None else local.tensor_leaf,
+        "value_leaf": empty if local is None else local.value_leaf,
+    }
+    if plan.planner_data is not None and local is not None:
+        shared["structure"] = plan.planner_data.encode()
+    else:
+        names, others = Strings.of(tensors.names), Strings.of(items.value_names)
+        shared |= {"names": names.blob, "name_start": names.start}
+        shared |= {"value_names": others.blob, "value_start": others.start}
+    own: dict[str, Any] = {
+        "shared": pack(shared),
+        "tensor": chunks.tensor.astype(np.int32),
+        "offsets": chunks.boxes.offsets,
+        "sizes": chunks.boxes.sizes,
+        "source": chunks.source.astype(np.int32),
+        "value_source": np.array(items.value_source, np.int32),
+    }
+    if local is not None:
+        own |= {"replicas": local.replicas, "digest": local.digest}
+        own["value_digest"] = local.value_digest
+    return pack(own)
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    tensors: TensorTable
+    structure: Structure | None
+    value_names: Sequence[str]
+    tensor_leaf: Any
+    value_leaf: Any
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDecoder:
+    """Decodes local plans; parts that ranks send alike become one object."""
+
+    seen: dict[bytes, _Shared] = field(default_factory=dict)
+    """Encoded shared part to what it means."""
+
+    def decode(self, message: bytes) -> SavePlan:
+        """One rank's plan."""
+        own = unpack(message)
+        shared = self.seen.get(own["shared"])
+        if shared is None:
+            shared = self.seen[own["shared"]] = _decode_shared(own["shared"])
+        tensor = own["tensor"].astype(np.int64)
+        ndim = np.diff(shared.tensors.shape_start)[tensor]
+        boxes = Boxes(starts(ndim), own["offsets"], own["sizes"])
+        local = None
+        if "replicas" in own:
+            local = LocalColumns(
+                shared.tensor_leaf,
+                shared.value_leaf,
+                own["replicas"],
+                own["digest"],
+                own["value_digest"],
+            )
+        zeros = np.zeros(len(tensor), np.int64)
+        table = ChunkTable(tensor, boxes, zeros, own["source"].astype(np.int64))
+        items = WriteItems(
+            shared.tensors, table, shared.value_names, own["value_source"].tolist(), local
+        )
+        return SavePlan(items, shared.structure)
+
+
+def _decode_shared(data: bytes) -> _Shared:
+    part = unpack(data)
+    structure = Structure.decode(part["structure"]) if "structure" in part else None
+    value_names: Sequence[str]
+    if structure is not None:
+        every = structure.names
+        names = [every[leaf] for leaf in part["tensor_leaf"].tolist()]
+        value_names = [every[leaf] for leaf in part["value_leaf"].tolist()]
+    else:
+        names = Strings(part["names"], part["name_start"]).tolist()
+        value_names = Strings(part["value_names"], part["value_start"]).tolist()
+    tensors = TensorTable(
+        names,
+        decode_kinds(part["kinds"]),
+        part["kind"],
+        part["shape_start"],
+        part["shapes"],
+        part["alias_of"],
+    )
+    return _Shared(tensors, structure, value_names, part["tensor_leaf"], part["value_leaf"])
+
+
+def encode_final_plan(plan: SavePlan, renamed: dict[int, str]) -> bytes:
+    """A rank's share of the global plan; `renamed` maps its leaves to names that changed."""
+    items = WriteItems.of(plan.items)
+    return pack(
+        {
+            "offsets": items.chunks.boxes.offsets,
+            "sizes": items.chunks.boxes.sizes,
+            "source": items.chunks.source.astype(np.int32),
+            "value_source": np.array(items.value_source, np.int32),
+            "storage": plan.storage_data,
+            "renamed": msgspec.msgpack.encode(renamed),
+        }
+    )
+
+
+def decode_final_plan(message: bytes, local_plan: SavePlan) -> SavePlan:
+    """What `encode_final_plan` made, with the names and shapes of this rank's own plan."""
+    part = unpack(message)
+    mine = WriteItems.of(local_plan.items)
+    tensors, values = mine.tensors, list(mine.value_names)
+    renamed = msgspec.msgpack.decode(part["renamed"], type=dict[int, str])
+    if renamed and mine.local is not None:
+        names = list(tensors.names)
+        for row, leaf in enumerate(mine.local.tensor_leaf.tolist()):
+            names[row] = renamed.get(leaf, names[row])
+        for row, leaf in enumerate(mine.local.value_leaf.tolist()):
+            values[row] = renamed.get(leaf, values[row])
+        tensors = TensorTable(
+            names,
+            tensors.kinds,
+            tensors.kind,
+            tensors.shape_start,
+            tensors.shapes,
+            tensors.alias_of,
+        )
+    source = part["source"].astype(np.int64)
+    piece_row = np.zeros(max(int(mine.chunks.source.max(initial=-1)) + 1, 0), np.int64)
+    piece_row[mine.chunks.source] = np.arange(len(mine.chunks))
+    tensor = mine.chunks.tensor[piece_row[source]]
+    ndim = np.diff(tensors.shape_start)[tensor]
+    boxes = Boxes(starts(ndim), part["offsets"], part["sizes"])
+    value_row = {number: row for row, number in enumerate(mine.value_source)}
+    value_source = part["value_source"].tolist()
+    items = WriteItems(
+        tensors,
+        ChunkTable(tensor, boxes, np.zeros(len(tensor), np.int64), source),
+        [values[value_row[number]] for number in value_source],
+        value_source,
+    )
+    return SavePlan(items, local_plan.planner_data, part["storage"])
+
+
+class _LoadSummary(msgspec.Struct):
+    wanted: list[str]
+    containers: list[str]
+    mismatched: dict[str, str]
+
+
+def encode_load_plan(plan: LoadPlan) -> bytes:
+    """What the coordinator must know of a load plan: the names, and what does not fit."""
+    summary = _LoadSummary(sorted(plan.wanted), sorted(plan.containers), dict(plan.mismatched))
+    return msgspec.msgpack.encode(summary)
+
+
+def decode_load_plan(message: bytes) -> LoadPlan:
+    """The summary of a rank's load plan."""
+    summary = msgspec.msgpack.decode(message, type=_LoadSummary)
+    return LoadPlan(
+        (),
+        wanted=frozenset(summary.wanted),
+        containers=frozenset(summary.containers),
+        mismatched=summary.mismatched,
+    )

@@ -1,0 +1,33 @@
+"""Options and hypothesis profiles for the whole suite."""
+
+import pytest
+from hypothesis import settings
+
+# No deadline: the first example of a property pays for imports and cold files.
+settings.register_profile(
+    "check", deadline=None, derandomize=False, max_examples=100, print_blob=True
+)
+settings.register_profile("all", settings.get_profile("check"), max_examples=1000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also run tests marked slow, and 1000 examples per property",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A profile asked for by name wins over ours.
+    if config.getoption("--hypothesis-profile", default=None) is None:
+        settings.load_profile("all" if config.getoption("--all") else "check")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    skip = pytest.mark.skip(reason="slow: runs with --all")
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(skip)
