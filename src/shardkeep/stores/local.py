@@ -11,6 +11,8 @@ import contextlib
 import errno
 import os
 import stat
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ __all__ = ["LocalStore", "ReadFile", "WriteFile", "storage_errors"]
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """What syncing a directory that only others can change may answer."""
 
+_PLAIN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY}
 
 
@@ -37,8 +40,7 @@ def storage_errors(what: str) -> Iterator[None]:
         failed = StorageError(
             f"{what}: {reason} (errno {error.errno})", transient=error.errno in _TRANSIENT
         )
-        failed.errno = error.errno
-        failed.strerror = error.strerror
+        failed.errno = error.errno  # not strerror too: OSError would print these two and no more
         raise failed from error
 
 
@@ -52,20 +54,17 @@ class WriteFile:
 
     def allocate(self, nbytes: int) -> None:
         """Reserve space, so that a full disk shows now. Best effort where it is not supported."""
-        fallocate = getattr(os, "posix_fallocate", None)
-        if fallocate is None or nbytes == 0:
-            return
-        # glibc emulates what the file system lacks by writing zeros; on local disks it never does.
         try:
-            fallocate(self.fd, 0, nbytes)
+            if nbytes:
+                fallocate(self.fd, nbytes)
         except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EINTR):
                 raise
 
     def write_at(self, data: memoryview, offset: int) -> None:
         """Write all of `data` at a position, however many calls that takes."""
         while len(data):
-            written = os.pwrite(self.fd, data, offset)
+            written = _write_some(self.fd, data, offset)
             data, offset = data[written:], offset + written
 
     def sync(self) -> None:
@@ -74,7 +73,7 @@ class WriteFile:
 
     def touch(self) -> None:
         """Set the modification time to the file server's present."""
-        os.utime(self.fd)
+        os.utime(self.fd if os.utime in os.supports_fd else self.path)
 
     def close(self) -> None:
         """Close, raising what a late write error left behind."""
@@ -83,10 +82,45 @@ class WriteFile:
             os.close(fd)
 
 
+_SEEKING = threading.Lock()
+"""Where the system has no positioned reads and writes, seeking and moving bytes are one step."""
+
+
+def _write_some(fd: int, data: memoryview, offset: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(fd, data, offset)
+    with _SEEKING:
+        os.lseek(fd, offset, os.SEEK_SET)
+        return os.write(fd, data)
+
+
+def _read_some(fd: int, out: memoryview, offset: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(fd, [out], offset)
+    with _SEEKING:
+        os.lseek(fd, offset, os.SEEK_SET)
+        data = os.read(fd, len(out))
+    out[: len(data)] = data
+    return len(data)
+
+
+def fallocate(fd: int, nbytes: int) -> None:
+    """The system call itself: the library's `posix_fallocate` writes zeros where it is lacking."""
+    if sys.platform != "linux":
+        return
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if call is None:
+        return
+    call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    if call(fd, 0, 0, nbytes) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def sync_fd(fd: int) -> None:
     """fsync that reaches the disk, also on macOS, where plain fsync stops at the drive's cache."""
-    import sys
-
     if sys.platform == "darwin":
         import fcntl
 
@@ -108,7 +142,7 @@ class ReadFile:
         """Fill `out` from a position; returns fewer bytes only at the end of the file."""
         done = 0
         while done < len(out):
-            got = os.preadv(self.fd, [out[done:]], offset + done)
+            got = _read_some(self.fd, out[done:], offset + done)
             if got == 0:
                 break
             done += got
@@ -178,13 +212,13 @@ class LocalStore:
     def create(self, name: str) -> WriteFile:
         """Create a file that must not exist; permissions follow the umask."""
         path = self._path(name)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN_FLAGS
         return WriteFile(os.open(path, flags, 0o666), path)
 
     def open(self, name: str) -> ReadFile:
         """Open a regular file for reading; a link is not followed."""
         path = self._path(name)
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _PLAIN_FLAGS
         # A pipe put in a data file's place must not block the reader for ever.
         fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -206,7 +240,8 @@ class LocalStore:
 
     def link(self, old: str, new: str) -> None:
         """Give a file a second name; `FileExistsError` if the name is taken."""
-        os.link(self._path(old), self._path(new), follow_symlinks=False)
+        follow = os.link not in os.supports_follow_symlinks
+        os.link(self._path(old), self._path(new), follow_symlinks=follow)
 
     def rename(self, old: str, new: str) -> None:
         """Move a file over whatever has the new name, atomically."""
@@ -225,5 +260,5 @@ class LocalStore:
         """Names in a directory, sorted; none if there is no such directory."""
         try:
             return sorted(os.listdir(self._path(name)))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []

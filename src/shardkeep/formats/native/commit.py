@@ -85,8 +85,14 @@ class Lease:
         self.save_id = save_id
         self.name = lease_name(save_id)
         with storage_errors(f"creating {store.root / self.name}"):
-            self._file: WriteFile | None = store.create(self.name)
-            store.sync_directory()
+            file = store.create(self.name)
+            try:
+                store.sync_directory()
+            except BaseException:
+                file.close()
+                unlink_all(store, [self.name])
+                raise
+        self._file: WriteFile | None = file
         self._stop = threading.Event()
         self._keeper = threading.Thread(
             target=self._keep, args=(touch_s,), name="shardkeep-lease", daemon=True
@@ -262,12 +268,11 @@ def collect_garbage(
             remove(name)
     for save_id in sorted(ids):
         lease = leases.get(save_id)
-        if lease is not None:
-            # The lease goes first: from here on that save can no longer commit, and if it just
-            # has, the record read next names its files. One that will not go may still commit.
-            if _age(store, lease, now, stale_s) < stale_s or not remove(lease):
-                live.append(save_id)
-                continue
+        # The lease goes first: from here on that save can no longer commit, and if it just has, the
+        # record read next names its files. A lease that will not go may still commit.
+        if lease is not None and (_age(store, lease, now, stale_s) < stale_s or not remove(lease)):
+            live.append(save_id)
+            continue
         named = _named_files(store)
         victims = [name for name in files if save_id_of(name) == save_id and name not in named]
         if victims and not dry_run:

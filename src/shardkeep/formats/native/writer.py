@@ -430,11 +430,12 @@ class NativeWriter(StorageWriter):
                 # Only the coordinator knows whether the commit happened; what is left is garbage
                 # that `gc` removes, or a whole checkpoint.
                 return
+            # Asked also when the lease is gone: an interrupt may come while `settle` cleans up.
+            absent = not committing or self._surely_absent()
             if lease is not None:
-                if committing and not self._surely_absent():
-                    lease.release()
-                    return
                 lease.release()
+            if not absent:
+                return
             if committing and self._layout is not None:
                 written = [*written, *(plan.name for plan in self._layout.files)]
             unlink_all(self._store, written)
@@ -442,7 +443,11 @@ class NativeWriter(StorageWriter):
     def _surely_absent(self) -> bool:
         """Whether this save is known not to be the committed one; an unreadable record is not."""
         try:
-            return read_record(self._store).save_id != self.save_id
+            if read_record(self._store).save_id == self.save_id:
+                return False
+            # If it replaced ours, ours must not come back after a crash, without its files.
+            self._store.sync_directory()
+            return True
         except CheckpointNotFoundError:
             return True
         except Exception:
