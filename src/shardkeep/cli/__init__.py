@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `shardkeep`: look into checkpoints, check them, clean up after killed saves.
+
+    commands   what the command line is: arguments, help, errors and exit codes
+    contents   what `show` finds in a checkpoint
+    selection  `cat`'s slices, and reading only what they select
+    texts      sizes, durations, names and values as text or JSON
+    output     every result for people, or as JSON
+
+Nothing here imports a framework, and `rich` only draws on a terminal.
+"""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    from shardkeep.cli.commands import cli
+
+    cli(prog_name="shardkeep")

@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: arguments, help, errors and exit codes.
+
+Only click is imported here; what a command needs, it imports when it runs, so that `--help` costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+import traceback
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from shardkeep import __version__
+from shardkeep.errors import CheckpointError, CorruptionError
+
+if TYPE_CHECKING:
+    from shardkeep.cli.output import Output
+    from shardkeep.progress import Progress
+
+__all__ = ["CommandError", "cli"]
+
+DAMAGED = 1
+FAILED = 2
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+_EPILOG = """\b
+Examples:
+  shardkeep show run/step-100                     what is in it
+  shardkeep show run/step-100 'model.*.weight'    some of it
+  shardkeep verify run/step-100                   is every bit as it was written?
+  shardkeep cat run/step-100 model.emb.weight 0:10,:4
+  shardkeep gc run/step-100 --dry-run             what killed saves left behind
+
+\b
+Exit codes:
+  0    done, and nothing is wrong
+  1    the checkpoint is damaged
+  2    not done: wrong usage, no checkpoint or name there, a format or
+       storage that cannot be read
+  130  interrupted
+  141  the reader of the output went away
+"""
+
+
+class CommandError(click.ClickException):
+    """The command cannot do what was asked; one line for the user, exit code 2."""
+
+    exit_code = FAILED
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        """Print it like every other error."""
+        _complain(self.message)
+
+
+class _Guarded(click.Group):
+    """A group whose commands end in a message and an exit code, not in a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Run, and translate what went wrong."""
+        for stream in (sys.stdout, sys.stderr):
+            # Names may hold anything; a narrow terminal encoding must not end the command.
+            with contextlib.suppress(AttributeError, ValueError):
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # What is still buffered must not fail once more when Python exits.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(BROKEN_PIPE)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except (CheckpointError, OSError, MemoryError) as error:
+            if ctx.params.get("debug"):
+                traceback.print_exc()
+            else:
+                _complain(str(error) or type(error).__name__, getattr(error, "__notes__", ()))
+            ctx.exit(DAMAGED if isinstance(error, CorruptionError) else FAILED)
+
+
+def _complain(message: str, notes: tuple[str, ...] | list[str] = ()) -> None:
+    from shardkeep.cli.texts import printable
+
+    lines = [line for text in (message, *notes) for line in text.split("\n")]
+    click.echo("\n".join(["error: " + printable(lines[0]), *map(printable, lines[1:])]), err=True)
+
+
+def _output(json: bool) -> Output:
+    from shardkeep.cli.output import ConsoleOutput, JsonOutput
+
+    return JsonOutput() if json else ConsoleOutput()
+
+
+def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
+    from shardkeep.cli.texts import parse_duration
+
+    try:
+        return parse_duration(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+_path = click.argument("path", metavar="PATH")
+_json = click.option("--json", is_flag=True, help="Print one JSON object, for programs.")
+
+
+@click.group(cls=_Guarded, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s", prog_name="shardkeep")
+@click.option(
+    "--debug", is_flag=True, envvar="SHARDKEEP_DEBUG", help="Show tracebacks [SHARDKEEP_DEBUG=1]."
+)
+def cli(debug: bool) -> None:
+    """Look into checkpoints, verify them, and clean up after killed saves.
+
+    PATH is a checkpoint's directory, the one that holds checkpoint.json.
+    """
+
+
+@cli.command(short_help="What is in a checkpoint.")
+@_path
+@click.argument("glob", metavar="[NAME-GLOB]", required=False)
+@_json
+@click.pass_context
+def show(ctx: click.Context, path: str, glob: str | None, json: bool) -> None:
+    """Show what is in a checkpoint: totals, then every tensor, then every value.
+
+    NAME-GLOB narrows the names: 'model.*.weight', or a container such as model. Only the record,
+    the index and, unless they are large, the plain values are read and checked.
+    """
+    from shardkeep.cli.contents import read_contents
+
+    contents = read_contents(path, glob)
+    if glob is not None and not contents.rows:
+        raise CommandError(f"no name in {path} matches {glob!r}")
+    _output(json).contents(contents)
+    for problem in contents.problems:
+        _complain(problem)
+    if contents.problems:
+        ctx.exit(DAMAGED)
+
+
+@cli.command(short_help="Check every byte of a checkpoint.")
+@_path
+@click.option(
+    "--expect", metavar="DIGEST", help="Also require this record digest, as printed by a save."
+)
+@_json
+@click.pass_context
+def verify(ctx: click.Context, path: str, expect: str | None, json: bool) -> None:
+    """Read every byte of every file and compare it with its digest.
+
+    Prints one line and exits with 0 when all is well; otherwise lists the damaged files, blocks
+    and names, and exits with 1.
+    """
+    from shardkeep.checkpointer import verify as run_verify
+
+    began = time.perf_counter()
+    bar: Progress = True if sys.stderr.isatty() and not json else None
+    report = run_verify(path, expect_digest=expect, progress=bar)
+    _output(json).verified(report, time.perf_counter() - began)
+    if not report.ok:
+        ctx.exit(DAMAGED)
+
+
+# A slice may begin with "-", which is not an option here.
+@cli.command(
+    short_help="Print a tensor or a value.", context_settings={"ignore_unknown_options": True}
+)
+@_path
+@click.argument("name", metavar="NAME")
+@click.argument("index", metavar="[SLICE]", required=False)
+@_json
+def cat(path: str, name: str, index: str | None, json: bool) -> None:
+    """Print what a tensor or value holds.
+
+    SLICE selects as numpy does: 0:10   3,:,2   ...,-1   ::2. Only the selected part is read; of a
+    large selection only the corners that are printed. With --json all of it is printed, as nested
+    lists; "NaN", "Infinity" and "-Infinity" are strings, a complex number is [real, imaginary].
+    """
+    from shardkeep.cli.selection import read_item
+
+    try:
+        item = read_item(path, name, index, corners=not json)
+    except (IndexError, LookupError, ValueError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CommandError(str(error.args[0])) from error
+    _output(json).item(item)
+
+
+@cli.command(short_help="Remove what killed saves left behind.")
+@_path
+@click.option(
+    "--older-than",
+    metavar="TIME",
+    default="1h",
+    show_default=True,
+    callback=_seconds,
+    help="Take a save for dead when its lease is older: seconds, or 45s, 30m, 1h, 2d.",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@_json
+def gc(path: str, older_than: float, dry_run: bool, json: bool) -> None:
+    """Remove the files of saves that were killed before they were committed.
+
+    Never touches the committed checkpoint. A running save renews its lease every 30 seconds and is
+    left alone unless --older-than is less than that; a save so collected fails at its commit.
+    """
+    from shardkeep.checkpointer import gc as run_gc
+
+    result = run_gc(path, stale_s=older_than, dry_run=dry_run)
+    _output(json).collected(path, result, dry_run=dry_run)
