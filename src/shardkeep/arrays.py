@@ -90,6 +90,14 @@ class HostSource:
         return HostSource(self.array[region(offsets, sizes)])
 
 
+def _cast(block: npt.NDArray[np.generic], place: npt.NDArray[np.generic], dtype: DType) -> None:
+    """Copy between element types of one kind; small ones that know not each other meet halfway."""
+    with np.errstate(all="ignore"):
+        if not np.can_cast(block.dtype, place.dtype, "unsafe"):
+            block = block.astype(np.int64 if dtype.kind == "int" else np.float64)
+        np.copyto(place, block, casting="unsafe")
+
+
 @dataclass(frozen=True, slots=True)
 class HostSink:
     """Host memory of the target; casts where its dtype differs from what is stored."""
@@ -103,12 +111,11 @@ class HostSink:
         """Copy by strides; equal dtypes as bits, which frees the GIL and keeps every NaN."""
         place = self.array[region(offsets, block.shape)]
         if dtype is self.dtype:
-            np.copyto(place, block)
+            np.copyto(place, block.view(place.dtype.newbyteorder("<")))
             return
         order = self.array.dtype.byteorder
         typed = place.view(self.dtype.to_numpy().newbyteorder(order))
-        with np.errstate(all="ignore"):
-            np.copyto(typed, block.view(dtype.to_numpy()), casting="unsafe")
+        _cast(block.view(dtype.to_numpy()), typed, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,7 +239,8 @@ def tiled(
         measures[:, low:high] = _measures(part, seed)
         for dim, rows, at in part.dimensions():
             limit = shapes[shape_start[whose[rows]] + dim]
-            outside = part.offsets[at] + part.sizes[at] > limit
+            # A difference of these cannot leave 64 bits; the sum of offset and size could.
+            outside = part.offsets[at] > limit - part.sizes[at]
             if outside.any():
                 result[whose[rows][outside]] = False
     edges = np.searchsorted(tensor, np.arange(count + 1))

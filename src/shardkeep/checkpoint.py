@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -273,11 +274,14 @@ class Checkpoint(Mapping[str, Any]):
 
     def __contains__(self, key: object) -> bool:
         """Whether a name, or a container, is there."""
-        try:
-            self[key]
-        except KeyError:
-            return False
-        return True
+        if isinstance(key, tuple):
+            try:
+                self._node(key)
+            except KeyError:
+                return False
+            return True
+        known = key in self._state.tensors.row_of or key in self._state.values_table.row_of
+        return known or any(dotted(path) == key for path in self._containers())
 
     def find(self, pattern: str) -> list[str]:
         """Names that match a glob such as `"model.*.weight"`."""
@@ -368,12 +372,14 @@ class Checkpoint(Mapping[str, Any]):
             return SubView(self, path)
         return self[self._name_of(path)]
 
+    @cached_property
+    def _paths(self) -> dict[tuple[Any, ...], str]:
+        """Typed path of each leaf to its name."""
+        pairs = zip(self.structure.paths, self.structure.names, strict=True)
+        return {tuple(map(key_identity, path)): name for path, name in pairs}
+
     def _name_of(self, path: tuple[Any, ...]) -> str:
-        wanted = tuple(map(key_identity, path))
-        for name, other in zip(self.structure.names, self.structure.paths, strict=True):
-            if len(other) == len(path) and tuple(map(key_identity, other)) == wanted:
-                return name
-        raise KeyError(path)
+        return self._paths[tuple(map(key_identity, path))]
 
     def _value(self, name: str) -> object:
         found: list[bytes] = []

@@ -80,12 +80,13 @@ class Checkpointer:
             if checkpoint_id is None:
                 raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
             writer = find_writer(checkpoint_id)()
-        if checkpoint_id is not None:
-            writer.reset(checkpoint_id)
+        writer.reset(checkpoint_id)
+        where = _where(checkpoint_id, writer)
         if isinstance(writer, NativeWriter):
+            if not where:
+                raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
             writer.overwrite = writer.overwrite or overwrite
             writer.memory_budget = budget
-        where = _where(checkpoint_id, writer)
         if planner is None:
             planner = DefaultSavePlanner(check_replicas=check_replicas, allow_pickle=allow_pickle)
         options = {
@@ -136,9 +137,10 @@ class Checkpointer:
             if checkpoint_id is None:
                 raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
             reader = find_reader(checkpoint_id)()
-        if checkpoint_id is not None:
-            reader.reset(checkpoint_id)
+        reader.reset(checkpoint_id)
         if isinstance(reader, NativeReader):
+            if not getattr(reader, "checkpoint_id", ""):
+                raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
             reader.verify = verify
             reader.expect_digest = expect_digest
             reader.memory_budget = budget

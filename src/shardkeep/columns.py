@@ -113,7 +113,7 @@ class Boxes:
 
     def take(self, rows: Column) -> Boxes:
         """The given boxes, in that order."""
-        start = starts(self.ndim[rows])
+        start = starts(self.start[rows + 1] - self.start[rows])
         out = Boxes(start, np.empty(start[-1], np.int64), np.empty(start[-1], np.int64))
         for low, high in slices(len(rows)):
             flat, _ = ragged_rows(self.start, rows[low:high])

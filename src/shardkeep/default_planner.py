@@ -223,7 +223,7 @@ class DefaultSavePlanner(SavePlanner):
 def _check_shape(shape: tuple[int, ...], itemsize: int, name: str) -> None:
     if len(shape) > MAX_DIMS:
         raise UnsupportedValueError(f"{name}: {len(shape)} dimensions; at most {MAX_DIMS}")
-    if math.prod(shape) * itemsize >= 2**63:
+    if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
         raise UnsupportedValueError(f"{name}: shape {shape} is more than 2**63 bytes")
 
 
@@ -324,29 +324,24 @@ class DefaultLoadPlanner(LoadPlanner):
         )
 
     def _stored_names(self) -> list[str]:
-        """The stored name of each target leaf: its own name, or the one of the same typed path.
+        """The stored name of each target leaf: by name, where names are as unique as paths.
 
-        The union of all saving ranks may have bracketed a name that is unique in this target.
+        Where a clash bracketed names, on either side, the typed path decides first: `a.8` may be
+        another leaf here than there. What no path matches goes by name, if that is still free.
         """
-        own = self._flat.structure.names
-        structure = self._metadata.planner_data
-        known = self._stored
-        if structure is None or all(
-            name in known.tensors.row_of or name in known.values_table.row_of for name in own
-        ):
+        own, here = self._flat.structure.names, self._flat.structure
+        there = self._metadata.planner_data
+        if there is None or not (_has_brackets(here) or _has_brackets(there)):
             return own
         by_path = {
             tuple(map(key_identity, path)): name
-            for path, name in zip(structure.paths, structure.names, strict=True)
-            if name != dotted(path)
+            for path, name in zip(there.paths, there.names, strict=True)
         }
-        if not by_path:
-            return own
+        found = [by_path.get(tuple(map(key_identity, path))) for path in here.paths]
+        claimed = set(found)
         return [
-            name
-            if name in known.tensors.row_of or name in known.values_table.row_of
-            else by_path.get(tuple(map(key_identity, path)), name)
-            for name, path in zip(own, self._flat.structure.paths, strict=True)
+            exact if exact is not None else name if name not in claimed else _unmatched(path)
+            for exact, name, path in zip(found, own, here.paths, strict=True)
         ]
 
     def _per_rank_faults(self) -> dict[str, str]:
@@ -517,6 +512,17 @@ def mismatch_error(
     )
 
 
+def _unmatched(path: tuple[Any, ...]) -> str:
+    """A name for a leaf whose own name is stored for another path: `a["8"]` beside `a.8`."""
+    return f"{dotted(path[:-1])}[{path[-1]!r}]"
+
+
+def _has_brackets(structure: Structure) -> bool:
+    return any(
+        name != dotted(path) for name, path in zip(structure.names, structure.paths, strict=True)
+    )
+
+
 def _split_top(name: str) -> tuple[str, bool]:
     """The first component of a name, and whether there are more."""
     ends = [at for at in (name.find("."), name.find("[", 1)) if at >= 0]
@@ -558,11 +564,18 @@ def _overlaps(chunks: ChunkTable, box: ChunkStorageMetadata) -> tuple[Ints, Ints
             np.array(shared.sizes, np.int64),
         )
     offsets = chunks.boxes.offsets.reshape(-1, ndim)
-    ends = offsets + chunks.boxes.sizes.reshape(-1, ndim)
-    low = np.maximum(offsets, np.array(box.offsets, np.int64))
-    high = np.minimum(ends, np.array(box.offsets, np.int64) + np.array(box.sizes, np.int64))
-    rows = np.flatnonzero((low < high).all(axis=1))
-    return rows, low[rows], high[rows] - low[rows]
+    sizes = chunks.boxes.sizes.reshape(-1, ndim)
+    rows = np.arange(len(chunks))
+    for dim in range(ndim):
+        # One dimension mostly leaves few chunks for the next.
+        begin = offsets[rows, dim] if dim else offsets[:, 0]
+        end = begin + (sizes[rows, dim] if dim else sizes[:, 0])
+        low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+        rows = rows[np.maximum(begin, low) < np.minimum(end, high)]
+    box_low = np.array(box.offsets, np.int64)
+    lows = np.maximum(offsets[rows], box_low)
+    highs = np.minimum(offsets[rows] + sizes[rows], box_low + np.array(box.sizes, np.int64))
+    return rows, lows, highs - lows
 
 
 def _join_tables(tables: Sequence[ChunkTable]) -> ChunkTable:

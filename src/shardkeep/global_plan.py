@@ -10,12 +10,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkeep.boxes import Gap, Outside, linear_starts, tiled, tiling_fault
-from shardkeep.columns import Boxes, Column, Ints, ragged_rows, starts
+from shardkeep.columns import Boxes, Column, Ints, ragged_rows
 from shardkeep.errors import PlanError
 from shardkeep.planner import SavePlan, WriteItems
 from shardkeep.replicas import assign_writers, split_replicas
@@ -90,7 +91,7 @@ class _Names:
                 distinct[id(structure)] = len(structures)
                 structures.append(structure)
             of.append(distinct[id(structure)])
-        union, maps = merge(structures)
+        union, maps = merge(structures, [of.index(u) for u in range(len(structures))])
         names = union.names
         kinds = np.array(union.kinds, np.int64)
         by_name = sorted(range(len(names)), key=lambda leaf: names[leaf].encode())
@@ -149,7 +150,7 @@ def _faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) 
 def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
     count = len(names.tensor_names)
     first_rank = np.full(count, -1)
-    properties: list[object] = [None] * count
+    properties: list[Any] = [None] * count
     shapes: list[tuple[int, ...]] = [()] * count
     done: dict[tuple[int, int], int] = {}
     faults = []
@@ -165,9 +166,9 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
             kind, shape = part.tensors.properties(here), part.tensors.shape(here)
             if first_rank[row] < 0:
                 first_rank[row], properties[row], shapes[row] = rank, kind, shape
-            elif shapes[row] != shape or properties[row].dtype != kind.dtype:  # type: ignore[attr-defined]
+            elif shapes[row] != shape or properties[row].dtype != kind.dtype:
                 faults.append(
-                    f"{names.tensor_names[row]}: shape {shapes[row]} {properties[row].dtype} on "  # type: ignore[attr-defined]
+                    f"{names.tensor_names[row]}: shape {shapes[row]} {properties[row].dtype} on "
                     f"rank {first_rank[row]}, shape {shape} {kind.dtype} on rank {rank}"
                 )
         alias = part.tensors.alias_of
@@ -186,7 +187,7 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
         )
     # A tie counts only where every holder has it.
     alias_of = np.where((alias_low == alias_high) & (alias_low >= 0), alias_low, NO_ALIAS)
-    return TensorTable.of(names.tensor_names, properties, shapes, alias_of.tolist())  # type: ignore[arg-type]
+    return TensorTable.of(names.tensor_names, properties, shapes, alias_of.tolist())
 
 
 # --- chunks ---------------------------------------------------------------------------------------
@@ -203,15 +204,13 @@ def _join_chunks(items: Sequence[WriteItems], names: _Names, tensors: TensorTabl
 
     keys = _sort_keys(tensors, tensor, boxes)
     order = np.argsort(keys, kind="stable")
-    tensor, rank, source, boxes = tensor[order], rank[order], source[order], boxes.take(order)
-
-    group_start = _group_equal(keys[order], tensor, boxes)
-    del keys
-    first = group_start[:-1]
-    several = len(first) != len(tensor)
-    distinct, whose = (boxes.take(first), tensor[first]) if several else (boxes, tensor)
-    declared = _check_replicas(items, order, tensors, whose, group_start, rank, boxes)
-    _check_tilings(tensors, whose, distinct, rank[first])
+    group_start = _group_equal(keys, order, tensor, boxes)
+    first = order[group_start[:-1]]
+    distinct, whose = boxes.take(first), tensor[first]
+    del keys, tensor, boxes, first  # the largest columns there are
+    rank, source = rank[order], source[order]
+    declared = _check_replicas(items, order, tensors, whose, group_start, rank, distinct)
+    _check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
 
     stored = tensors.alias_of[whose] == NO_ALIAS
     if not stored.all():
@@ -237,9 +236,13 @@ def _join_chunks(items: Sequence[WriteItems], names: _Names, tensors: TensorTabl
 def _sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
     """One number per chunk that orders by tensor, then by offset."""
     linear = linear_starts(tensors.shape_start, tensors.shapes, tensor, boxes)
-    base = starts(np.maximum(tensors.volumes, 1))
-    if float(np.maximum(tensors.volumes, 1).astype(np.float64).sum()) < 2**62:
-        return base[:-1][tensor] + linear
+    volumes = np.maximum(tensors.volumes, 1)
+    if float(volumes.astype(np.float64).sum()) < 2**62:
+        ends = np.cumsum(volumes)
+        linear += (ends - volumes)[tensor]
+        # A box outside its tensor must still be sorted with its tensor, for the checks to find it.
+        np.minimum(linear, (ends - 1)[tensor], out=linear)
+        return linear
     # So many elements that one number does not hold both: rank the pairs instead.
     order = np.lexsort((linear, tensor))
     step = (np.diff(tensor[order]) != 0) | (np.diff(linear[order]) != 0)
@@ -248,19 +251,20 @@ def _sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
     return keys
 
 
-def _group_equal(keys: Column, tensor: Ints, boxes: Boxes) -> Ints:
-    """Where each run of equal boxes of one tensor begins; all are in the order of their keys."""
-    begins = np.ones(len(tensor), np.bool_)
+def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes: Boxes) -> Ints:
+    """Where in `order`, which sorts the keys, each run of equal boxes of one tensor begins."""
+    ordered = keys[order]
     # Equal boxes have equal keys, so only those need a look, and they are few.
-    alike = np.flatnonzero(keys[1:] == keys[:-1]) + 1
-    alike = alike[tensor[alike] == tensor[alike - 1]]
-    here, before = boxes.take(alike), boxes.take(alike - 1)
+    alike = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
+    alike = alike[tensor[order[alike]] == tensor[order[alike - 1]]]
+    here, before = boxes.take(order[alike]), boxes.take(order[alike - 1])
     differs = (here.offsets != before.offsets) | (here.sizes != before.sizes)
     equal = np.ones(len(alike), np.bool_)
     for _, rows, at in here.dimensions():
         equal[rows] &= ~differs[at]
+    begins = np.ones(len(order), np.bool_)
     begins[alike[equal]] = False
-    return np.append(np.flatnonzero(begins), len(tensor))
+    return np.append(np.flatnonzero(begins), len(order))
 
 
 def _check_replicas(
@@ -270,7 +274,7 @@ def _check_replicas(
     whose: Ints,
     group_start: Ints,
     rank: Ints,
-    boxes: Boxes,
+    distinct: Boxes,
 ) -> npt.NDArray[np.bool_]:
     """Compare boxes that several ranks hold; returns which of the groups are declared replicas."""
     several = np.flatnonzero(np.diff(group_start) > 1)
@@ -289,7 +293,7 @@ def _check_replicas(
             _replica_text(
                 "one box is held by ranks that are not replicas of each other",
                 "Tensors of different meshes (pipeline stages, experts) need different names.",
-                *(tensors, whose, boxes, group_start, rank, np.unique(group[differs])),
+                *(tensors, whose, distinct, group_start, rank, np.unique(group[differs])),
             )
         )
     digest = np.concatenate([local.digest for local in locals_]).view("<u8").reshape(-1, 2)
@@ -300,7 +304,7 @@ def _check_replicas(
                 "tensors under one name differ between ranks",
                 "If each rank has its own, wrap it in shardkeep.PerRank; if they should be equal, "
                 "bring them together before saving (or pass check_replicas='off').",
-                *(tensors, whose, boxes, group_start, rank, np.unique(group[differs])),
+                *(tensors, whose, distinct, group_start, rank, np.unique(group[differs])),
             )
         )
     return declared
@@ -311,14 +315,14 @@ def _replica_text(
     advice: str,
     tensors: TensorTable,
     whose: Ints,
-    boxes: Boxes,
+    distinct: Boxes,
     group_start: Ints,
     rank: Ints,
     groups: Ints,
 ) -> str:
     faults = []
     for group in groups.tolist():
-        box = boxes[int(group_start[group])]
+        box = distinct[group]
         holders = rank[int(group_start[group]) : int(group_start[group + 1])]
         name = tensors.names[int(whose[group])]
         faults.append(f"{name} offsets {box.offsets} sizes {box.sizes} on {_ranks_text(holders)}")

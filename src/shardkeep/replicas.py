@@ -27,19 +27,19 @@ def split_replicas(
     Returns the boxes, the group each came from, and its number among the pieces of that group.
     """
     count = len(boxes)
-    pieces = np.minimum(np.diff(group_start), np.maximum(nbytes // SPLIT_BYTES, 1))
-    pieces[~may_split] = 1
-    cut_at = np.zeros(count, np.int64)
-    extent = np.ones(count, np.int64)
-    wanted = np.flatnonzero(pieces > 1)
+    split = np.flatnonzero(may_split)
+    most = np.minimum(group_start[split + 1] - group_start[split], nbytes[split] // SPLIT_BYTES)
+    wanted, most = split[most > 1], most[most > 1]
     if len(wanted) == 0:
         return boxes, np.arange(count), np.zeros(count, np.int64)
+    pieces, extent = np.ones(count, np.int64), np.ones(count, np.int64)
+    cut_at = np.zeros(count, np.int64)
     part = boxes.take(wanted)
     for _, rows, _, sizes in part.by_ndim():
         outer = np.argmax(sizes > 1, axis=1)
         cut_at[wanted[rows]] = outer
         extent[wanted[rows]] = np.take_along_axis(sizes, outer[:, None], 1)[:, 0]
-    pieces = np.minimum(pieces, extent)
+    pieces[wanted] = np.minimum(most, extent[wanted])
     group = np.repeat(np.arange(count), pieces)
     number = np.arange(len(group)) - starts(pieces)[group]
     cut = boxes.take(group)
@@ -66,21 +66,21 @@ def assign_writers(
     A piece of a cut box goes to the holder of its number. Whole boxes with several holders are
     dealt out set by set: each set of holders is filled up to one level, in the order of the boxes.
     """
-    width = np.diff(group_start)[group]
-    pieces_of = np.bincount(group, minlength=len(group_start) - 1)[group]
     writer = group_start[group] + number
-    fixed = (width == 1) | (pieces_of > 1)
-    load = np.bincount(holders[writer[fixed]], nbytes[fixed], world_size).astype(np.float64)
-    free = np.flatnonzero(~fixed)
+    width = np.diff(group_start)
+    whole = np.bincount(group, minlength=len(width)) == 1
+    free = np.flatnonzero((whole & (width > 1))[group])
+    load = np.bincount(holders[writer], nbytes, world_size).astype(np.float64)
     if len(free) == 0:
         return writer
+    load -= np.bincount(holders[writer[free]], nbytes[free], world_size)
     order, set_start = _same_holders(group[free], group_start, holders, world_size)
     free = free[order]
     totals = np.add.reduceat(nbytes[free], set_start[:-1])
     for at in np.argsort(-totals, kind="stable").tolist():
         rows = free[set_start[at] : set_start[at + 1]]
         first = int(group_start[group[rows[0]]])
-        ranks = holders[first : first + int(width[rows[0]])]
+        ranks = holders[first : first + int(width[group[rows[0]]])]
         share = _fill_levels(load[ranks], float(totals[at]))
         middle = np.cumsum(nbytes[rows]) - nbytes[rows] / 2
         chosen = np.minimum(np.searchsorted(np.cumsum(share), middle), len(ranks) - 1)

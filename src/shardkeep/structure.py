@@ -82,6 +82,8 @@ _KEY_EXT = 1
 _MAPPINGS = ("dict", "ordered_dict")
 _KEYED = (*_MAPPINGS, "per_rank", "parts")
 _KINDS = (*_KEYED, "list", "tuple", "named_tuple")
+_PLAIN_KEYS = {str, bool, type(None)}
+"""Keys that msgpack keeps as they are, whatever their value."""
 
 
 class Structure:
@@ -93,6 +95,7 @@ class Structure:
         self._names: list[str] | None = None
         self._paths: list[Path] | None = None
         self._kinds: list[int] = []
+        self._key_types: set[type] = set()
 
     @property
     def paths(self) -> list[Path]:
@@ -129,6 +132,8 @@ class Structure:
             self._kinds.append(node)
             return
         kind, keys, children, _ = node
+        if keys is not None:
+            self._key_types.update(map(type, keys))
         for key, child in zip(
             keys if kind in _KEYED else range(len(children)), children, strict=True
         ):
@@ -136,7 +141,9 @@ class Structure:
 
     def encode(self) -> bytes:
         """As msgpack; keys that msgpack cannot tell apart are wrapped."""
-        return msgspec.msgpack.encode(_wire(self.root))
+        assert self.paths is not None  # whoever encodes has asked for the names before
+        plain = self._key_types <= _PLAIN_KEYS
+        return msgspec.msgpack.encode(self.root if plain else _wire(self.root))
 
     @classmethod
     def decode(cls, data: bytes) -> Structure:
@@ -198,7 +205,7 @@ def _from_wire(node: Node, depth: int) -> Node:
     if kind in _KEYED:
         if type(keys) is not list or len(keys) != len(children):
             raise ValueError(f"{kind} has keys that do not fit its children")
-        if len({key_identity(key) for key in keys}) != len(keys):
+        if len({key_identity(key) for key in keys}) != len(keys) or len(set(keys)) != len(keys):
             raise ValueError(f"{kind} has a key twice")
     elif keys is not None:
         raise ValueError(f"{kind} has keys")
@@ -240,17 +247,20 @@ class _Merged:
         self.number = -1
 
 
-def merge(structures: Sequence[Structure]) -> tuple[Structure, list[list[int]]]:
+def merge(
+    structures: Sequence[Structure], ranks: Sequence[int] | None = None
+) -> tuple[Structure, list[list[int]]]:
     """The union over ranks, and for each rank the number of each of its leaves in the union.
 
     Keys keep the order of the first rank that has them. Containers of different kinds or lists of
-    different lengths under one path are a `PlanError` naming both ranks.
+    different lengths under one path are a `PlanError` naming both ranks; `ranks` says which they
+    are, where `structures` are not those of all ranks in order.
     """
     if len(structures) == 1:
         return structures[0], [list(range(len(structures[0].paths)))]
     root: _Merged | None = None
     leaves: list[list[_Merged]] = []
-    for rank, structure in enumerate(structures):
+    for rank, structure in zip(ranks or range(len(structures)), structures, strict=True):
         found: list[_Merged] = []
         root = _merge_node(root, structure.root, None, (), rank, found)
         leaves.append(found)
@@ -265,6 +275,12 @@ def merge(structures: Sequence[Structure]) -> tuple[Structure, list[list[int]]]:
             return node.kind
         children = [number(child) for child in node.children.values()]
         keys = [c.key for c in node.children.values()] if node.kind in _KEYED else None
+        if keys is not None and len(set(keys)) != len(keys):
+            same = next(key for at, key in enumerate(keys) if key in keys[:at])
+            raise PlanError(
+                f"ranks have keys that differ in type and are equal, such as {same!r}; one dict "
+                "cannot hold both"
+            )
         return [node.kind, keys, children, node.extra]
 
     union = Structure(number(root))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardkeep.columns import Boxes, Strings, pack, starts, unpack
+from shardkeep.columns import Boxes, Column, Ints, Strings, narrow, pack, starts, unpack
 from shardkeep.metadata import TensorProperties
 from shardkeep.planner import LoadPlan, LocalColumns, SavePlan, WriteItems
 from shardkeep.structure import Structure
@@ -45,19 +45,19 @@ def decode_kinds(data: bytes) -> tuple[TensorProperties, ...]:
 
 
 def encode_local_plan(plan: SavePlan) -> bytes:
-    """A rank's local plan, for the coordinator."""
+    """A rank's local plan, for the coordinator, who gets one from every rank: so keep it small."""
     items = WriteItems.of(plan.items)
     tensors, chunks, local = items.tensors, items.chunks, items.local
-    empty = np.zeros(0, np.int64)
     shared: dict[str, Any] = {
         "kinds": encode_kinds(tensors.kinds),
         "kind": tensors.kind,
-        "shape_start": tensors.shape_start,
-        "shapes": tensors.shapes,
-        "alias_of": tensors.alias_of,
-        "tensor_leaf": empty if local is None else local.tensor_leaf,
-        "value_leaf": empty if local is None else local.value_leaf,
+        "ndim": narrow(np.diff(tensors.shape_start)),
+        "shapes": narrow(tensors.shapes),
+        "alias_of": narrow(tensors.alias_of),
     }
+    if local is not None:
+        shared["tensor_leaf"] = narrow(local.tensor_leaf)
+        shared["value_leaf"] = narrow(local.value_leaf)
     if plan.planner_data is not None and local is not None:
         shared["structure"] = plan.planner_data.encode()
     else:
@@ -66,15 +66,20 @@ def encode_local_plan(plan: SavePlan) -> bytes:
         shared |= {"value_names": others.blob, "value_start": others.start}
     own: dict[str, Any] = {
         "shared": pack(shared),
-        "tensor": chunks.tensor.astype(np.int32),
-        "offsets": chunks.boxes.offsets,
-        "sizes": chunks.boxes.sizes,
-        "source": chunks.source.astype(np.int32),
+        "tensor": narrow(chunks.tensor),
+        "offsets": narrow(chunks.boxes.offsets),
+        "sizes": narrow(chunks.boxes.sizes),
+        "source": narrow(chunks.source),
         "value_source": np.array(items.value_source, np.int32),
     }
     if local is not None:
-        own |= {"replicas": local.replicas, "digest": local.digest}
         own["value_digest"] = local.value_digest
+        # Most chunks have no replica, and few sets of holders occur.
+        if local.replicas.any():
+            sets, which = np.unique(local.replicas, return_inverse=True)
+            own |= {"replica_sets": sets, "replicas": narrow(which)}
+        if local.digest.any():
+            own["digest"] = local.digest
     return pack(own)
 
 
@@ -83,8 +88,10 @@ class _Shared:
     tensors: TensorTable
     structure: Structure | None
     value_names: Sequence[str]
-    tensor_leaf: Any
-    value_leaf: Any
+    ndim: Ints
+    """Dimensions of each tensor."""
+    tensor_leaf: Ints
+    value_leaf: Ints
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,34 +107,40 @@ class PlanDecoder:
         shared = self.seen.get(own["shared"])
         if shared is None:
             shared = self.seen[own["shared"]] = _decode_shared(own["shared"])
-        tensor = own["tensor"].astype(np.int64)
-        ndim = np.diff(shared.tensors.shape_start)[tensor]
-        boxes = Boxes(starts(ndim), own["offsets"], own["sizes"])
+        tensor = _wide(own["tensor"])
+        boxes = Boxes(starts(shared.ndim[tensor]), _wide(own["offsets"]), _wide(own["sizes"]))
+        zeros = np.zeros(len(tensor), np.int64)
         local = None
-        if "replicas" in own:
+        if "value_digest" in own:
             local = LocalColumns(
                 shared.tensor_leaf,
                 shared.value_leaf,
-                own["replicas"],
-                own["digest"],
+                own["replica_sets"][own["replicas"]] if "replicas" in own else zeros,
+                own["digest"] if "digest" in own else np.zeros((len(tensor), 16), np.uint8),
                 own["value_digest"],
             )
-        zeros = np.zeros(len(tensor), np.int64)
-        table = ChunkTable(tensor, boxes, zeros, own["source"].astype(np.int64))
+        table = ChunkTable(tensor, boxes, zeros, _wide(own["source"]))
         items = WriteItems(
             shared.tensors, table, shared.value_names, own["value_source"].tolist(), local
         )
         return SavePlan(items, shared.structure)
 
 
+def _wide(column: Column) -> Ints:
+    return column.astype(np.int64, copy=False)
+
+
 def _decode_shared(data: bytes) -> _Shared:
     part = unpack(data)
+    ndim, none = _wide(part["ndim"]), np.zeros(0, np.int8)
+    tensor_leaf = _wide(part.get("tensor_leaf", none))
+    value_leaf = _wide(part.get("value_leaf", none))
     structure = Structure.decode(part["structure"]) if "structure" in part else None
     value_names: Sequence[str]
     if structure is not None:
         every = structure.names
-        names = [every[leaf] for leaf in part["tensor_leaf"].tolist()]
-        value_names = [every[leaf] for leaf in part["value_leaf"].tolist()]
+        names = [every[leaf] for leaf in tensor_leaf.tolist()]
+        value_names = [every[leaf] for leaf in value_leaf.tolist()]
     else:
         names = Strings(part["names"], part["name_start"]).tolist()
         value_names = Strings(part["value_names"], part["value_start"]).tolist()
@@ -135,11 +148,11 @@ def _decode_shared(data: bytes) -> _Shared:
         names,
         decode_kinds(part["kinds"]),
         part["kind"],
-        part["shape_start"],
-        part["shapes"],
-        part["alias_of"],
+        starts(ndim),
+        _wide(part["shapes"]),
+        _wide(part["alias_of"]),
     )
-    return _Shared(tensors, structure, value_names, part["tensor_leaf"], part["value_leaf"])
+    return _Shared(tensors, structure, value_names, ndim, tensor_leaf, value_leaf)
 
 
 def encode_final_plan(plan: SavePlan, renamed: dict[int, str]) -> bytes:
@@ -147,9 +160,9 @@ def encode_final_plan(plan: SavePlan, renamed: dict[int, str]) -> bytes:
     items = WriteItems.of(plan.items)
     return pack(
         {
-            "offsets": items.chunks.boxes.offsets,
-            "sizes": items.chunks.boxes.sizes,
-            "source": items.chunks.source.astype(np.int32),
+            "offsets": narrow(items.chunks.boxes.offsets),
+            "sizes": narrow(items.chunks.boxes.sizes),
+            "source": narrow(items.chunks.source),
             "value_source": np.array(items.value_source, np.int32),
             "storage": plan.storage_data,
             "renamed": msgspec.msgpack.encode(renamed),
@@ -177,12 +190,12 @@ def decode_final_plan(message: bytes, local_plan: SavePlan) -> SavePlan:
             tensors.shapes,
             tensors.alias_of,
         )
-    source = part["source"].astype(np.int64)
+    source = _wide(part["source"])
     piece_row = np.zeros(max(int(mine.chunks.source.max(initial=-1)) + 1, 0), np.int64)
     piece_row[mine.chunks.source] = np.arange(len(mine.chunks))
     tensor = mine.chunks.tensor[piece_row[source]]
     ndim = np.diff(tensors.shape_start)[tensor]
-    boxes = Boxes(starts(ndim), part["offsets"], part["sizes"])
+    boxes = Boxes(starts(ndim), _wide(part["offsets"]), _wide(part["sizes"]))
     value_row = {number: row for row, number in enumerate(mine.value_source)}
     value_source = part["value_source"].tolist()
     items = WriteItems(

@@ -97,10 +97,10 @@ def _dtype_of(array: Array, where: str) -> DType:
 
 def _bits(array: Array, dtype: DType) -> Array:
     """The same memory as bits; big-endian stays marked, so that copies swap."""
-    bits = dtype.bits()
-    if array.dtype.byteorder == ">":
-        bits = bits.newbyteorder(">")
-    return array.view(bits)
+    if array.dtype.byteorder != ">":
+        return array.view(dtype.bits())
+    # The two halves of a complex number are swapped each by itself.
+    return array if dtype.kind == "complex" else array.view(dtype.bits().newbyteorder(">"))
 
 
 ADAPTER = NumpyArrays()

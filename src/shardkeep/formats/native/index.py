@@ -12,6 +12,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -26,6 +27,9 @@ from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, Va
 from shardkeep.wire import decode_kinds, encode_kinds
 
 __all__ = ["Index", "IndexEntries", "index_entries"]
+
+RUN_ROWS = 1 << 18
+"""Chunk rows read together, unless a single tensor has more."""
 
 _CODES = {"<i8": "I64", "<i4": "I32", "<u2": "U16", "|u1": "U8"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
@@ -147,10 +151,14 @@ class Index:
             raise ValueError("columns do not fit each other")
         self.tensors = TensorTable(names, kinds, kind, shape_start, shapes, alias_of)
         self._check_tensors()
-        if int(self.first_chunk[-1]) != self._entries["chunk.start"].shape[0]:
+        if {self._entries[f"chunk.{k}"].shape for k in ("start", "file")} != {
+            (int(self.first_chunk[-1]),)
+        }:
             raise ValueError("chunk columns do not fit the tensor table")
         self.coord_start = starts(np.diff(self.first_chunk) * np.diff(shape_start))
-        if int(self.coord_start[-1]) != self._entries["chunk.offsets"].shape[0]:
+        if {self._entries[f"chunk.{k}"].shape for k in ("offsets", "sizes")} != {
+            (int(self.coord_start[-1]),)
+        }:
             raise ValueError("chunk columns do not fit the tensor table")
         value_names = self._strings("value.names", "value.name_start")
         slot, file = self._column("value.slot"), self._column("value.file").astype(np.int64)
@@ -216,7 +224,12 @@ class Index:
         run: list[int] = []
         for row in [*wanted, -1]:
             # Neighbours that lie in the same blocks of the index are read together.
-            if run and (row < 0 or self._rows_between(run[-1], row) > 4096):
+            # Not too many at once: what is computed on the way takes several times their memory.
+            if run and (
+                row < 0
+                or self._rows_between(run[-1], row) > 4096
+                or self._rows_between(run[0], row) > RUN_ROWS
+            ):
                 tables = self._rows(run[0], run[-1] + 1)
                 for taken in run:
                     self._held[taken] = tables[taken - run[0]]
@@ -243,51 +256,26 @@ class Index:
             raise ValueError("a chunk lies in a file that is not there")
         if d > c and (offsets.min() < 0 or sizes.min() < 0):
             raise ValueError("a box is negative")
-        tables: list[ChunkTable] = []
-        for row in range(low, high):
-            chunk = slice(int(first[row - low]) - a, int(first[row - low + 1]) - a)
-            coord = slice(int(coords[row - low]) - c, int(coords[row - low + 1]) - c)
-            count = chunk.stop - chunk.start
-            shape = self.tensors.shape(row)
-            boxes = Boxes(
-                np.arange(count + 1, dtype=np.int64) * len(shape), offsets[coord], sizes[coord]
-            )
-            unknown = np.full(count, -1)
-            tables.append(
-                ChunkTable(
-                    np.full(count, row),
-                    boxes,
-                    unknown,
-                    unknown,
-                    file[chunk].astype(np.int64),
-                    start[chunk],
-                )
-            )
-        self._check_boxes(low, high, offsets, sizes)
-        return tables
+        counts = np.diff(first)
+        tensor = np.repeat(np.arange(low, high), counts)
+        ndim = np.repeat(np.diff(self.tensors.shape_start)[low:high], counts)
+        boxes = Boxes(starts(ndim), offsets, sizes)
+        self._check_boxes(low, high, tensor, boxes)
+        unknown = np.full(b - a, -1)
+        table = ChunkTable(tensor, boxes, unknown, unknown, file.astype(np.int64), start)
+        return [table.part(begin, end) for begin, end in pairwise((first - a).tolist())]
 
-    def _check_boxes(self, low: int, high: int, offsets: Ints, sizes: Ints) -> None:
+    def _check_boxes(self, low: int, high: int, tensor: Ints, boxes: Boxes) -> None:
         """The chunks of every tensor cover each of its elements once; those of an alias none."""
         tensors = self.tensors
-        ndim = np.diff(tensors.shape_start[low : high + 1])
-        counts = np.diff(self.first_chunk[low : high + 1])
         shape_start = tensors.shape_start[low : high + 1] - tensors.shape_start[low]
         shapes = tensors.shapes[int(tensors.shape_start[low]) : int(tensors.shape_start[high])]
-        tensor = np.repeat(np.arange(high - low), counts)
-        boxes = Boxes(starts(ndim[tensor]), offsets, sizes)
-        flat = np.repeat(shape_start[:-1][tensor], ndim[tensor])
-        flat += np.arange(len(flat)) - np.repeat(boxes.start[:-1], ndim[tensor])
-        # A difference cannot leave 64 bits here; a sum of offset and size could.
-        fine = not (sizes > shapes[flat]).any() and not (offsets > shapes[flat] - sizes).any()
-        if fine:
-            covered = tiled(shape_start, shapes, tensor, boxes, secrets.randbits(62))
-            stored = tensors.alias_of[low:high] == NO_ALIAS
-            fine = bool(np.where(stored, covered, counts == 0).all())
-        if not fine:
-            raise ValueError(
-                f"the chunks of {tensors.names[low]}"
-                f"{f' to {tensors.names[high - 1]}' if high - low > 1 else ''} do not tile them"
-            )
+        covered = tiled(shape_start, shapes, tensor - low, boxes, secrets.randbits(62))
+        empty = np.diff(self.first_chunk[low : high + 1]) == 0
+        fine = np.where(tensors.alias_of[low:high] == NO_ALIAS, covered, empty)
+        if not fine.all():
+            wrong = tensors.names[low + int(np.argmin(fine))]
+            raise ValueError(f"the chunks of {wrong} do not tile it")
 
 
 def _checked_starts(column: Column, count: int, what: str) -> Ints:

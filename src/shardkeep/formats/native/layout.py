@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from shardkeep.columns import Ints, pack, unpack
+from shardkeep.columns import Ints, narrow, order_by, pack, unpack
 from shardkeep.formats.native.header import header_room
 from shardkeep.formats.native.names import CONTENT_KEY, data_file
 from shardkeep.tables import ChunkTable, TensorTable, ValueTable
@@ -78,15 +78,15 @@ def plan_layout(
     """Give every chunk a file and a place, every value a file."""
     nbytes = chunks.nbytes(tensors)
     power = np.minimum(nbytes & -nbytes, MAX_POWER)
+    power[power == 0] = MAX_POWER  # nothing at all fits anywhere
     level = np.log2(power).astype(np.int64)
-    order = np.argsort(chunks.rank * 32 + (16 - level), kind="stable")
+    order = order_by(chunks.rank * 32 + (16 - level), world_size * 32)
     ends = np.cumsum(nbytes[order])
     begins = ends - nbytes[order]
     text = np.cumsum(_entry_bounds(tensors)[chunks.tensor[order]])
     edges = np.searchsorted(chunks.rank[order], np.arange(world_size + 1))
     has_values = np.bincount(values.rank, minlength=world_size) > 0
-    file = np.zeros(len(chunks), np.int64)
-    start = np.zeros(len(chunks), np.int64)
+    place = np.zeros(len(chunks), np.int64)
     value_file = np.full(world_size, -1)
     files: list[FilePlan] = []
     messages = []
@@ -102,9 +102,8 @@ def plan_layout(
                 continue
             room = header_room(header)
             content = room + (int(ends[end - 1] - begins[at]) if end > at else 0)
-            placed = order[at:end]
-            file[placed] = len(files)
-            start[placed] = room + begins[at:end] - (begins[at] if end > at else 0)
+            if end > at:
+                place[at:end] = begins[at:end] + (room - begins[at])
             holds_values = bool(last and has_values[rank])
             if holds_values:
                 value_file[rank] = len(files)
@@ -119,7 +118,10 @@ def plan_layout(
             )
             mine.append(plan)
             files.append(plan)
-        messages.append(_rank_message(mine, order[low:stop], start))
+        messages.append(_rank_message(mine, order[low:stop], place[low:stop]))
+    file, start = np.empty_like(place), np.empty_like(place)
+    file[order] = np.repeat(np.arange(len(files)), [plan.count for plan in files])
+    start[order] = place
     placed_values = ValueTable(
         values.names, values.rank, values.slot, value_file[values.rank].astype(np.int64)
     )
@@ -158,14 +160,16 @@ def _entry_bounds(tensors: TensorTable) -> Ints:
     return bounds
 
 
-def _rank_message(files: list[FilePlan], rows: Ints, start: Ints) -> bytes:
+def _rank_message(files: list[FilePlan], rows: Ints, place: Ints) -> bytes:
     """A rank's chunks come in the order of the global plan; on disk they lie in another."""
-    by_plan = np.sort(rows)
+    by_plan = np.argsort(rows)
+    disk_order = np.empty_like(by_plan)
+    disk_order[by_plan] = np.arange(len(rows))
     return pack(
         {
             "files": msgspec.msgpack.encode(files),
-            "disk_order": np.searchsorted(by_plan, rows).astype(np.int64),
-            "start": start[by_plan],
+            "disk_order": narrow(disk_order),
+            "start": narrow(place[by_plan]),
         }
     )
 
@@ -174,4 +178,4 @@ def decode_rank_layout(message: bytes) -> tuple[list[FilePlan], Ints, Ints]:
     """A rank's files, its chunks in disk order, and where each chunk starts."""
     part = unpack(message)
     files = msgspec.msgpack.decode(part["files"], type=list[FilePlan])
-    return files, part["disk_order"], part["start"]
+    return files, part["disk_order"].astype(np.int64), part["start"].astype(np.int64)

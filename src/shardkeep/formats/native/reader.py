@@ -320,7 +320,7 @@ class NativeReader(StorageReader):
         for number, wanted in sorted(by_file.items()):
             with self.data_file(number) as file, storage_errors(f"reading {file.name}"):
                 try:
-                    start, ends = self._value_directory(number, file)
+                    start, ends = self.value_directory(number, file)
                     bounds = [
                         (int(ends[slot - 1]) if slot else 0, int(ends[slot])) for _, slot in wanted
                     ]
@@ -335,7 +335,8 @@ class NativeReader(StorageReader):
             for (at, _), (begin, end) in zip(wanted, bounds, strict=True):
                 deliver(at, data[begin - low : end - low])
 
-    def _value_directory(self, number: int, file: VerifiedFile) -> tuple[int, Ints]:
+    def value_directory(self, number: int, file: VerifiedFile) -> tuple[int, Ints]:
+        """Where the values of a file begin, and where each ends, counted from there."""
         row = self.record.files[number]
         if row.values is None:
             raise FormatError(f"{row.name}: the index puts values there, the record does not")
@@ -353,7 +354,7 @@ class NativeReader(StorageReader):
             and bool((ends[1:] >= ends[:-1]).all())  # a difference could leave 64 bits
             and start + int(ends[-1]) == row.payload
             and len(slots) == count
-            and int(slots.max()) < count
+            and bool((np.sort(slots) == np.arange(count)).all())
         )
         if not fits:
             raise FormatError(f"{row.name}: the directory of its values is not valid")

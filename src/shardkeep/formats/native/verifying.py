@@ -259,6 +259,9 @@ class _Check:
         found = {key: (e.dtype, e.shape, e.start, e.stop) for key, e in entries.items()}
         if found != self._expected_entries(number, row, 8 + length):
             raise CorruptionError(f"{file.name}: its header and the index disagree")
+        values = self._reader.index.values
+        if row.values is not None or (values.file is not None and (values.file == number).any()):
+            self._reader.value_directory(number, file)
 
     def _expected_entries(
         self, number: int, row: FileRow, room: int

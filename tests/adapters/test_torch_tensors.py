@@ -1,0 +1,237 @@
+"""torch tensors: every dtype, every memory layout, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep
+from shardkeep import UnsupportedValueError
+from shardkeep.dtypes import TABLE
+
+DTYPES = [row for row in TABLE.values() if row.torch]
+
+
+def random_tensor(row, shape):
+    count = int(np.prod(shape)) * row.itemsize
+    raw = np.random.default_rng(0).integers(0, 256, count, np.uint8)
+    if row.name == "bool":
+        raw &= 1
+    kind = getattr(torch, row.torch)
+    if not count:
+        return torch.empty(shape, dtype=kind)
+    return torch.from_numpy(raw).view(kind).reshape(shape)
+
+
+def bits(tensor):
+    if not tensor.numel():
+        return b""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("row", DTYPES, ids=lambda row: row.name)
+@pytest.mark.parametrize("shape", [(), (0,), (5,), (3, 4), (2, 3, 2, 5)], ids=str)
+def test_every_dtype_comes_back_bit_for_bit(tmp_path, row, shape):
+    tensor = random_tensor(row, shape)
+    shardkeep.save({"x": tensor}, tmp_path)
+    target = torch.zeros(shape, dtype=torch.uint8 if row.itemsize == 1 else tensor.dtype)
+    target = target.view(tensor.dtype) if row.itemsize == 1 else target
+    shardkeep.load({"x": target}, tmp_path)
+    assert bits(target) == bits(tensor)
+    view = shardkeep.open(tmp_path)["x"]
+    assert view.torch().dtype == tensor.dtype
+    assert bits(view.torch()) == bits(tensor)
+    out = shardkeep.open(tmp_path).state_dict(as_="torch")["x"]
+    assert out.dtype == tensor.dtype
+    assert out.shape == tensor.shape
+    assert bits(out) == bits(tensor)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.t(),
+        lambda t: t[::2, 1:],
+        lambda t: t.flip(0),
+        lambda t: t[:, 0],
+        lambda t: t.unfold(0, 2, 1),
+        lambda t: t.as_strided((3, 3), (1, 2)),
+    ],
+    ids=["transposed", "stepped", "flipped", "column", "unfolded", "overlapping"],
+)
+def test_strided_sources(tmp_path, change):
+    source = change(torch.arange(24.0).reshape(4, 6))
+    shardkeep.save({"x": source}, tmp_path)
+    target = torch.zeros(source.shape)
+    shardkeep.load({"x": target}, tmp_path)
+    assert torch.equal(target, source)
+
+
+def test_strided_targets(tmp_path):
+    source = torch.arange(24.0).reshape(4, 6)
+    shardkeep.save({"x": source}, tmp_path)
+    target = torch.zeros(6, 4).t()
+    shardkeep.load({"x": target}, tmp_path)
+    assert torch.equal(target, source)
+    spread = torch.zeros(8, 12)
+    shardkeep.load({"x": spread[::2, ::2]}, tmp_path)
+    assert torch.equal(spread[::2, ::2], source)
+    assert spread[1::2].sum() == 0
+
+
+def test_a_small_view_of_a_large_storage_is_stored_small(tmp_path):
+    result = shardkeep.save({"x": torch.zeros(1 << 20)[:2]}, tmp_path)
+    assert result.nbytes == 8
+
+
+@pytest.mark.parametrize("view", ["conj", "neg"])
+def test_lazy_conjugate_and_negative_are_resolved(tmp_path, view):
+    base = torch.complex(torch.randn(40, 3), torch.randn(40, 3))
+    lazy = base.conj() if view == "conj" else base.conj().imag
+    assert lazy.is_conj() or lazy.is_neg()
+    shardkeep.save({"x": lazy}, tmp_path)
+    target = torch.zeros(lazy.shape, dtype=lazy.dtype)
+    shardkeep.load({"x": target}, tmp_path)
+    assert torch.equal(target, lazy)
+
+
+def test_nan_payloads_survive(tmp_path):
+    raw = np.array([0x7F800001, 0xFFC12345, 0x7FC00000], np.uint32)
+    shardkeep.save({"x": torch.from_numpy(raw.view(np.float32))}, tmp_path)
+    target = torch.zeros(3)
+    shardkeep.load({"x": target}, tmp_path)
+    assert target.numpy().view(np.uint32).tolist() == raw.tolist()
+
+
+def test_parameters_and_properties(tmp_path):
+    state = {
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "c": torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
+    }
+    result = shardkeep.save(state, tmp_path)
+    found = result.metadata.state_dict_metadata
+    assert found["p"].properties.requires_grad
+    assert found["c"].properties.memory_format == "channels_last"
+    target = {"p": torch.nn.Parameter(torch.zeros(2)), "c": torch.zeros(1, 2, 3, 4)}
+    shardkeep.load(target, tmp_path)
+    assert target["p"].requires_grad
+    assert torch.equal(target["c"], state["c"])
+
+
+def test_modules_and_optimizers_are_stateful(tmp_path):
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        optimizer = torch.optim.AdamW(model.parameters())
+        return model, optimizer
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    shardkeep.save({"model": model, "optimizer": optimizer, "step": 1}, tmp_path)
+    other, other_optimizer = make()
+    step(other, other_optimizer)
+    step(other, other_optimizer)
+    shardkeep.load({"model": other, "optimizer": other_optimizer, "step": 0}, tmp_path)
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+    step(model, optimizer)
+    step(other, other_optimizer)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+class Wrapper(torch.Tensor):
+    """Two tensors and a flag behind one, as quantising libraries do it."""
+
+    @staticmethod
+    def __new__(cls, a, b, flag):
+        return torch.Tensor._make_wrapper_subclass(cls, a.shape, dtype=a.dtype)
+
+    def __init__(self, a, b, flag):
+        self.a, self.b, self.flag = a, b, flag
+
+    def __tensor_flatten__(self):
+        return ["a", "b"], {"flag": self.flag}
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapper(inner["a"], inner["b"], context["flag"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_wrapper_subclasses_are_stored_as_their_parts(tmp_path):
+    shardkeep.save({"w": Wrapper(torch.ones(3), torch.arange(4), True), "x": 1}, tmp_path)
+    assert sorted(shardkeep.open(tmp_path)) == ["w.__context__", "w.a", "w.b", "x"]
+    target = Wrapper(torch.zeros(3), torch.zeros(4, dtype=torch.int64), True)
+    state = {"w": target, "x": 0}
+    shardkeep.load(state, tmp_path)
+    assert state["w"] is target
+    assert torch.equal(target.a, torch.ones(3))
+    assert torch.equal(target.b, torch.arange(4))
+    assert state["x"] == 1
+    other = Wrapper(torch.zeros(3), torch.zeros(4, dtype=torch.int64), False)
+    with pytest.raises(shardkeep.MismatchError, match="__context__"):
+        shardkeep.load({"w": other, "x": 0}, tmp_path)
+    assert not other.a.any()
+
+
+class Plain(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (torch.ones(2, 2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "meta"),
+        (torch.ones(3).as_subclass(Plain), "Plain"),
+        (torch.nn.UninitializedParameter(), "UninitializedParameter"),
+    ],
+    ids=["sparse", "meta", "subclass", "uninitialized"],
+)
+def test_what_cannot_be_stored_is_refused_by_path(tmp_path, value, text):
+    with pytest.raises(UnsupportedValueError, match=text) as caught:
+        shardkeep.save({"deep": {"x": value}}, tmp_path / "c")
+    assert "deep.x" in str(caught.value)
+    with pytest.raises(shardkeep.CheckpointNotFoundError):
+        shardkeep.open(tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_refused(tmp_path):
+    quantised = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    with pytest.raises(UnsupportedValueError, match="quantised"):
+        shardkeep.save({"x": quantised}, tmp_path)
+
+
+def test_fake_tensors_are_refused(tmp_path):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    with pytest.raises(UnsupportedValueError, match="FakeTensor"):
+        shardkeep.save({"x": fake}, tmp_path)
+
+
+def test_tied_parameters_are_stored_once(tmp_path):
+    linear = torch.nn.Linear(3, 3, bias=False)
+    result = shardkeep.save({"a": linear.weight, "b": linear.weight}, tmp_path)
+    assert result.nbytes == 36
+    out = shardkeep.open(tmp_path).state_dict(as_="torch")
+    assert out["a"] is out["b"]
+
+
+def test_a_stride_zero_target_is_refused(tmp_path):
+    shardkeep.save({"x": torch.ones(3, 4)}, tmp_path)
+    with pytest.raises(UnsupportedValueError, match="stride 0"):
+        shardkeep.load({"x": torch.zeros(1, 4).expand(3, 4)}, tmp_path)

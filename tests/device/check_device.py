@@ -1,0 +1,113 @@
+"""Tensors on an accelerator: `python tests/device/check_device.py`, by hand where there is one.
+
+Every dtype, strided and conjugate sources, strided and cast targets, meta targets, and the host
+memory a save and a load take.
+"""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import shardkeep
+from shardkeep.dtypes import TABLE
+
+DEVICE = torch.device("cuda")
+
+
+def bits(tensor):
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def every_dtype(path):
+    state = {}
+    for row in TABLE.values():
+        if not row.torch or not hasattr(torch, row.torch):
+            continue
+        raw = np.random.default_rng(0).integers(0, 256, 60 * row.itemsize, np.uint8)
+        if row.name == "bool":
+            raw &= 1
+        state[row.name] = torch.from_numpy(raw).view(getattr(torch, row.torch)).reshape(3, 20)
+    shardkeep.save({k: v.to(DEVICE) for k, v in state.items()}, path)
+    target = {k: torch.empty_like(v, device=DEVICE) for k, v in state.items()}
+    pointers = {k: v.data_ptr() for k, v in target.items()}
+    shardkeep.load(target, path)
+    for key, value in state.items():
+        assert bits(target[key]) == bits(value), key
+        assert target[key].data_ptr() == pointers[key], key
+    print(f"every dtype: {len(state)} types bit-equal, in place")
+
+
+def layouts(path):
+    base = torch.randn(64, 48, device=DEVICE)
+    lazy = torch.complex(base, base.flip(0)).conj()
+    state = {"t": base.t(), "s": base[::2, 1::3], "c": lazy, "i": lazy.imag, "e": base[:0]}
+    shardkeep.save(state, path, overwrite=True)
+    target = {k: torch.zeros(v.shape, dtype=v.dtype, device=DEVICE) for k, v in state.items()}
+    target["t"] = torch.zeros(64, 48, device=DEVICE).t()
+    shardkeep.load(target, path)
+    for key, value in state.items():
+        assert torch.equal(target[key], value), key
+    wide = {"t": torch.zeros(48, 64, dtype=torch.float64, device=DEVICE)}
+    shardkeep.load(wide, path, keys=["t"], cast="widen")
+    assert torch.equal(wide["t"], base.t().double())
+    meta = {"t": torch.empty(48, 64, device="meta")}
+    out = shardkeep.load(meta, path, keys=["t"], device=DEVICE).state_dict["t"]
+    assert out.device.type == "cuda"
+    assert torch.equal(out, base.t())
+    tied = torch.zeros(48, 64, device=DEVICE)
+    shardkeep.save({"a": base.t(), "b": base.t() + 1}, path, overwrite=True)
+    try:
+        shardkeep.load({"a": tied, "b": tied}, path)
+    except shardkeep.MismatchError:
+        pass
+    else:
+        raise AssertionError("a tied target with different sources was filled")
+    print("layouts, casts, meta targets, ties: ok")
+
+
+def memory(path, gib):
+    state = {f"w{i}": torch.randn(gib << 27, device=DEVICE).bfloat16() for i in range(4)}
+    expected = {k: v.clone() for k, v in state.items()}
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    result = shardkeep.save(state, path, overwrite=True, memory_budget=128 << 20)
+    saved = time.perf_counter()
+    for value in state.values():
+        value.zero_()
+    shardkeep.load(state, path, memory_budget=128 << 20)
+    loaded = time.perf_counter()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    for key, value in expected.items():
+        assert torch.equal(state[key], value), key
+    size = result.nbytes / 2**30
+    print(
+        f"{size:.1f} GiB: save {size / (saved - start):.2f} GiB/s, "
+        f"load {size / (loaded - saved):.2f} GiB/s, host memory grew {grown / 1024:.0f} MiB"
+    )
+    assert grown < 300 * 1024, "a full host copy was made"
+
+
+def main():
+    root = tempfile.mkdtemp(dir="/dev/shm")
+    try:
+        every_dtype(f"{root}/a")
+        layouts(f"{root}/a")
+        memory(f"{root}/b", 1)
+    finally:
+        shutil.rmtree(root)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Tasks on threads: all done, in order, and no error lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from shardkeep.engine import parallel
+from shardkeep.engine.parallel import run_in_order
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_task_is_done_once(threads):
+    done = []
+    run_in_order(range(100), done.append, threads)
+    assert sorted(done) == list(range(100))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("bad", [0, 7, 99])
+def test_an_error_on_any_thread_is_raised(threads, bad):
+    def work(task):
+        if task == bad:
+            raise KeyError(task)
+
+    with pytest.raises(KeyError):
+        run_in_order(range(100), work, threads)
+
+
+def test_nothing_is_started_after_an_error():
+    started = []
+
+    def work(task):
+        started.append(task)
+        if task == 0:
+            raise ValueError
+        time.sleep(0.01)
+
+    with pytest.raises(ValueError):  # noqa: PT011
+        run_in_order(range(1000), work, 4)
+    count = len(started)
+    time.sleep(0.05)
+    assert len(started) == count < 20
+
+
+def test_a_stuck_thread_does_not_keep_the_error(monkeypatch):
+    monkeypatch.setattr(parallel, "GRACE_S", 0.1)
+    release = threading.Event()
+
+    def work(task):
+        if task == 0:
+            release.wait(30)
+        else:
+            raise OSError("disk")
+
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="disk"):
+        run_in_order(range(2), work, 2)
+    assert time.monotonic() - begun < 10
+    release.set()

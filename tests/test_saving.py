@@ -1,0 +1,316 @@
+"""Saving: what is refused early, what is left behind, what results say."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+
+import numpy as np
+import pytest
+
+import shardkeep
+from shardkeep import (
+    CheckpointExistsError,
+    NativeWriter,
+    PlanError,
+    ShardedArray,
+    StorageError,
+    ThreadRanks,
+    UnsupportedValueError,
+)
+
+
+def files(path):
+    return sorted(str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+
+
+def test_an_existing_checkpoint_is_an_error_and_stays(tmp_path):
+    first = shardkeep.save({"a": 1}, tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        shardkeep.save({"a": 2}, tmp_path)
+    assert files(tmp_path) == before
+    assert shardkeep.open(tmp_path).digest == first.digest
+
+
+def test_overwriting_removes_exactly_the_replaced_files(tmp_path):
+    shardkeep.save({"a": np.ones(3)}, tmp_path)
+    shardkeep.save({"b": np.ones(4)}, tmp_path, overwrite=True)
+    assert list(shardkeep.open(tmp_path)) == ["b"]
+    assert len(files(tmp_path)) == 3
+
+
+def test_overwriting_a_damaged_checkpoint_works(tmp_path):
+    shardkeep.save({"a": 1}, tmp_path)
+    (tmp_path / "checkpoint.json").write_text("{}")
+    shardkeep.save({"a": 2}, tmp_path, overwrite=True)
+    assert shardkeep.open(tmp_path)["a"] == 2
+    assert len(shardkeep.gc(tmp_path).removed) == 2
+    assert len(files(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "_CHECKPOINT_METADATA"])
+def test_formats_are_never_mixed(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointExistsError, match="never mixed"):
+        shardkeep.save({"a": 1}, tmp_path, overwrite=True)
+    with pytest.raises(shardkeep.FormatError, match="seems to hold"):
+        shardkeep.open(tmp_path)
+
+
+def test_a_file_in_the_way(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("x")
+    with pytest.raises(StorageError, match="is a file"):
+        shardkeep.save({"a": 1}, path)
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="is a file"):
+        shardkeep.open(path)
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path):
+    with pytest.raises(UnsupportedValueError, match="bad"):
+        shardkeep.save({"good": np.ones(5), "bad": object()}, tmp_path)
+    assert files(tmp_path) == []
+    with pytest.raises(shardkeep.CheckpointNotFoundError):
+        shardkeep.open(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["write_at", "sync", "close", "allocate"])
+def test_errors_of_the_disk_reach_the_caller_and_clean_up(tmp_path, monkeypatch, when):
+    from shardkeep.stores.local import WriteFile
+
+    shardkeep.save({"a": np.ones(3)}, tmp_path)
+    before = files(tmp_path)
+    real = getattr(WriteFile, when)
+    calls = []
+
+    def fail(self, *args):
+        calls.append(self.path.name)
+        if "-r0" in self.path.name:
+            raise OSError(28, "No space left on device")
+        return real(self, *args)
+
+    monkeypatch.setattr(WriteFile, when, fail)
+    with pytest.raises(StorageError, match="No space left") as caught:
+        shardkeep.save({"a": np.zeros(3)}, tmp_path, overwrite=True)
+    assert caught.value.errno == 28
+    monkeypatch.undo()
+    assert files(tmp_path) == before
+    assert shardkeep.open(tmp_path)["a"][0] == 1
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        shardkeep.save({"a": np.ones(3)}, tmp_path / "c")
+    finally:
+        os.umask(old)
+    for name in files(tmp_path / "c"):
+        assert stat.S_IMODE((tmp_path / "c" / name).stat().st_mode) == 0o640
+
+
+def test_nothing_of_this_machine_is_stored(tmp_path):
+    import socket
+
+    shardkeep.save({"a": np.ones(3), "v": 1}, tmp_path / "secret-place")
+    for name in files(tmp_path / "secret-place"):
+        data = (tmp_path / "secret-place" / name).read_bytes()
+        assert b"secret-place" not in data
+        assert str(tmp_path).encode() not in data
+        assert socket.gethostname().encode() not in data or len(socket.gethostname()) < 4
+
+
+def test_results(tmp_path):
+    result = shardkeep.save({"a": np.ones(3), "b": {"c": 1}}, tmp_path / "c")
+    assert result.checkpoint_id == str(tmp_path / "c")
+    assert result.nbytes == 24
+    assert len(result.save_id) == 32
+    assert result.digest == shardkeep.open(tmp_path / "c").digest
+    assert result.stats["files"] == 1
+    assert {"set_up_s", "plan_s", "write_s", "commit_s", "bytes"} <= result.stats.keys()
+    metadata = result.metadata
+    assert set(metadata.state_dict_metadata) == {"a", "b.c"}
+    location = metadata.storage_data[shardkeep.MetadataIndex("a")]
+    raw = (tmp_path / "c" / location.file).read_bytes()
+    assert raw[location.offset : location.offset + location.nbytes] == np.ones(3).tobytes()
+    assert shardkeep.MetadataIndex("a", (0,), 5) in metadata.storage_data
+    assert shardkeep.MetadataIndex("b.c") in metadata.storage_data
+    assert shardkeep.MetadataIndex("a", (1,)) not in metadata.storage_data
+    assert len(list(metadata.storage_data)) == len(metadata.storage_data) == 2
+
+
+def test_progress_counts_up_to_the_total(tmp_path):
+    seen = []
+    state = {"a": np.zeros(1 << 20)}
+    shardkeep.save(state, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen
+    assert seen == sorted(seen)
+    assert seen[-1][0] >= 8 << 20
+    seen.clear()
+    shardkeep.load(state, tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] >= 8 << 20
+    shardkeep.verify(tmp_path, progress=True)
+
+
+def test_arguments_are_checked(tmp_path):
+    with pytest.raises(ValueError, match="checkpoint_id"):
+        shardkeep.save({})
+    with pytest.raises(ValueError, match="memory_budget"):
+        shardkeep.save({}, tmp_path, memory_budget=1 << 20)
+    with pytest.raises(ValueError, match="check_replicas"):
+        shardkeep.save({}, tmp_path, check_replicas="maybe")
+    with pytest.raises(UnsupportedValueError, match="mapping"):
+        shardkeep.save([1, 2], tmp_path)
+    with pytest.raises(StorageError, match="no storage knows"):
+        shardkeep.save({}, "s3://bucket/x")
+    with pytest.raises(TypeError, match="process_group"):
+        shardkeep.save({}, tmp_path, process_group=3)
+
+
+def test_torch_objects_get_an_error_that_says_why(tmp_path):
+    from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+    with pytest.raises(TypeError, match="torch's own planner"):
+        shardkeep.save({}, tmp_path, planner=DefaultSavePlanner())
+    with pytest.raises(TypeError, match="FileSystemWriter"):
+        shardkeep.save({}, tmp_path, storage_writer=FileSystemWriter(tmp_path))
+
+
+def test_launched_as_many_but_alone_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(PlanError, match="no_dist=True"):
+        shardkeep.save({"a": 1}, tmp_path)
+    shardkeep.save({"a": 1}, tmp_path, no_dist=True)
+
+
+def test_ranks_asked_for_different_saves(tmp_path):
+    outcomes = ThreadRanks(2).outcomes(
+        lambda c: shardkeep.save({"a": 1}, tmp_path / str(c.rank), process_group=c)
+    )
+    assert all(isinstance(o, PlanError) and "checkpoint_id" in str(o) for o in outcomes)
+
+
+def test_an_error_on_one_rank_is_the_same_error_on_all(tmp_path):
+    outcomes = ThreadRanks(3).outcomes(
+        lambda c: shardkeep.save({"a": object() if c.rank == 1 else 1}, tmp_path, process_group=c)
+    )
+    assert all(isinstance(o, UnsupportedValueError) for o in outcomes)
+    assert {str(o) for o in outcomes} == {str(outcomes[0])}
+    assert list(outcomes[0].failures) == [1]
+    assert files(tmp_path) == []
+
+
+def test_a_foreign_error_on_one_rank_is_a_rank_error(tmp_path):
+    class Broken:
+        def state_dict(self):
+            raise RuntimeError("boom")
+
+        def load_state_dict(self, state):
+            pass
+
+    outcomes = ThreadRanks(3).outcomes(
+        lambda c: shardkeep.save(
+            {"a": Broken() if c.rank == 2 else {"x": 1}}, tmp_path, process_group=c
+        )
+    )
+    assert all(isinstance(o, shardkeep.RankError) for o in outcomes)
+    assert "rank 2: RuntimeError: boom" in str(outcomes[0])
+
+
+def test_replicas_are_spread_and_large_ones_split(tmp_path):
+    def state(rank):
+        everyone = (0, 1, 2, 3)
+        big = np.arange(8 << 20, dtype=np.float32)
+        return {
+            "big": ShardedArray.from_local(big, (0,), big.shape, replicas=everyone),
+            "small": {
+                str(i): ShardedArray.from_local(np.full(4096, i), (0,), (4096,), replicas=everyone)
+                for i in range(40)
+            },
+        }
+
+    results = ThreadRanks(4).run(lambda c: shardkeep.save(state(c.rank), tmp_path, process_group=c))
+    sizes = [r.stats["bytes"] for r in results]
+    assert max(sizes) < 1.1 * min(sizes)
+    ckpt = shardkeep.open(tmp_path)
+    assert len(ckpt["big"].metadata.chunks) == 4
+    assert np.array_equal(ckpt["big"][...], state(0)["big"].local_shards[0].array)
+    assert ckpt["small"]["7"][0] == 7
+
+
+def test_two_creators_one_wins(tmp_path):
+    barrier = threading.Barrier(2)
+    outcomes = []
+
+    def create(value):
+        class Slow:
+            def state_dict(self):
+                barrier.wait(10)
+                return {"v": value}
+
+            def load_state_dict(self, state):
+                pass
+
+        try:
+            outcomes.append(shardkeep.save({"x": Slow()}, tmp_path))
+        except CheckpointExistsError as error:
+            outcomes.append(error)
+
+    threads = [threading.Thread(target=create, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(type(o).__name__ for o in outcomes) == ["CheckpointExistsError", "SaveResult"]
+    assert shardkeep.verify(tmp_path).ok
+    assert len(files(tmp_path)) == 3
+
+
+def test_a_collected_save_cannot_commit(tmp_path):
+    class Collected:
+        def state_dict(self):
+            shardkeep.gc(tmp_path, stale_s=0)
+            return {"v": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(StorageError, match="collected"):
+        shardkeep.save({"x": Collected()}, tmp_path)
+    assert files(tmp_path) == []
+
+
+def test_gc_leaves_live_saves_alone(tmp_path):
+    seen = []
+
+    class Looked:
+        def state_dict(self):
+            seen.append(shardkeep.gc(tmp_path))
+            return {"v": 1}
+
+        def load_state_dict(self, state):
+            pass
+
+    shardkeep.save({"x": Looked()}, tmp_path)
+    assert len(seen[0].live) == 1
+    assert seen[0].removed == ()
+    assert shardkeep.open(tmp_path)["x.v"] == 1
+
+
+def test_gc_refuses_to_guess_beside_a_damaged_record(tmp_path):
+    shardkeep.save({"a": np.ones(3)}, tmp_path)
+    (tmp_path / "checkpoint.json").write_text("damaged")
+    before = files(tmp_path)
+    with pytest.raises(shardkeep.CorruptionError):
+        shardkeep.gc(tmp_path, stale_s=0)
+    assert files(tmp_path) == before
+
+
+def test_blake3_digests(tmp_path):
+    pytest.importorskip("blake3")
+    writer = NativeWriter(tmp_path, digest="blake3")
+    result = shardkeep.save({"a": np.ones(300_000)}, storage_writer=writer)
+    assert result.digest.startswith("blake3:")
+    assert shardkeep.verify(tmp_path).ok
+    assert shardkeep.open(tmp_path)["a"][299_999] == 1
