@@ -228,7 +228,7 @@ def tiled(
     an overlap that makes up for a gap. Here every dimension gets random weights between its edges,
     so a box has a random volume: the volumes add up to the whole tensor's for every choice of
     weights if and only if the boxes tile it, and by chance otherwise with a probability below
-    2**-55 for tensors of up to 32 dimensions. It costs O(boxes x dimensions), irregular or not.
+    2**-52 for tensors of up to 32 dimensions. It costs O(boxes x dimensions), irregular or not.
     """
     count = len(shape_start) - 1
     every = Boxes(shape_start, np.zeros(len(shapes), np.int64), shapes)

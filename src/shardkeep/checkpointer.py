@@ -52,9 +52,8 @@ class Checkpointer:
     ) -> None:
         """`memory_budget` bounds the payload buffers of this process; at least 8 MiB."""
         checked_budget(memory_budget)
-        self._coordinator = coordinator_for(process_group, no_dist)
+        self._coordinator = coordinator_for(process_group, no_dist, timeout_s)
         self._memory_budget = memory_budget
-        self._timeout_s = timeout_s
 
     def save(
         self,

@@ -32,7 +32,18 @@ Node = Any
 
 def dotted(path: Path) -> str:
     """Torch's name of a path."""
-    return ".".join(map(str, path))
+    return ".".join(map(key_text, path))
+
+
+def key_text(key: Key) -> str:
+    """A key as it stands in a name: `str`, where that is the same in every process."""
+    if type(key) in (str, int, bool, float, bytes) or key is None:
+        return str(key)
+    if type(key) is tuple:
+        items = [repr(item) if type(item) is str else key_text(item) for item in key]
+        return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
+    # Sets print in any order, numpy's scalars by version, paths by system: only bytes are alike.
+    return f"{type(key).__name__}:{values.encode_key(key, where='').hex()}"
 
 
 def bracketed(path: Path) -> str:
@@ -46,7 +57,7 @@ def bracketed(path: Path) -> str:
         elif type(key) is int:
             out += f"[{key}]"
         else:
-            out += f"[{type(key).__name__} {key!r}]"
+            out += f"[{type(key).__name__} {key_text(key)}]"
     return out
 
 
@@ -124,6 +135,16 @@ class Structure:
                         f"at most {MAX_NAME_BYTES} can be stored"
                     )
         return self._names
+
+    @property
+    def has_simple_keys(self) -> bool:
+        """Whether every key is text, a number or None, whose names no version will change."""
+        assert self.paths is not None
+        return self._key_types <= {str, int, bool, type(None)}
+
+    def take_names(self, names: list[str]) -> None:
+        """Use stored names in place of those that would follow from the paths."""
+        self._names = names
 
     def _walk(self, node: Node, path: Path) -> None:
         if type(node) is int:

@@ -123,7 +123,10 @@ def cases(draw):
     world_after = draw(st.one_of(st.just(world), st.integers(1, 16)))
     paths = draw(
         st.lists(
-            st.lists(keys, min_size=1, max_size=3).map(tuple), min_size=0, max_size=6, unique_by=repr
+            st.lists(keys, min_size=1, max_size=3).map(tuple),
+            min_size=0,
+            max_size=6,
+            unique_by=repr,
         )
     )
     leaves = []
@@ -209,7 +212,9 @@ def test_any_state_on_any_ranks(data):
         assert len({r.digest for r in results}) == 1
 
         shapes = [
-            data.draw(st.lists(wanted(leaf.array.shape), min_size=world_after, max_size=world_after))
+            data.draw(
+                st.lists(wanted(leaf.array.shape), min_size=world_after, max_size=world_after)
+            )
             if isinstance(leaf, Tensor)
             else None
             for _, leaf in leaves

@@ -20,9 +20,9 @@ import numpy as np
 from shardkeep.boxes import tiled
 from shardkeep.columns import Boxes, Column, Ints, Strings, starts
 from shardkeep.engine.reading import VerifiedFile
-from shardkeep.errors import CheckpointError, FormatError
+from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
 from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
-from shardkeep.structure import TENSOR, Structure
+from shardkeep.structure import MAX_NAME_BYTES, TENSOR, VALUE, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, ValueTable
 from shardkeep.wire import decode_kinds, encode_kinds
 
@@ -70,6 +70,7 @@ def index_entries(
         "tensor.alias_of": tensors.alias_of,
         "value.name_start": others.start,
         "value.slot": values.slot,
+        "leaf.row": _leaf_rows(structure, tensors, values),
         "chunk.offsets": chunks.boxes.offsets,
         "chunk.sizes": chunks.boxes.sizes,
         "chunk.start": chunks.start,
@@ -93,6 +94,13 @@ def index_entries(
     return IndexEntries(columns, entries, room, at)
 
 
+def _leaf_rows(structure: Structure, tensors: TensorTable, values: ValueTable) -> Ints:
+    """Row of each leaf among the tensors or the values: names need not be derived to be read."""
+    tables = {TENSOR: tensors.row_of, VALUE: values.row_of}
+    pairs = zip(structure.kinds, structure.names, strict=True)
+    return np.fromiter((tables[kind][name] for kind, name in pairs), np.int64)
+
+
 class Index:
     """An index being read: the tensor table in memory, chunk rows on demand."""
 
@@ -110,6 +118,8 @@ class Index:
         self._entries, _ = read_header(header, file.name, file.layout.file_size)
         try:
             self._read_tables()
+        except UnsupportedValueError as error:  # an element type, say, that a newer version stores
+            raise FormatError(f"{file.name}: {error}") from error
         except CheckpointError:
             raise
         except (KeyError, ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
@@ -167,8 +177,7 @@ class Index:
         if len(file) and not (file.min() >= 0 and file.max() < self._files and slot.min() >= 0):
             raise ValueError("a value lies in a file that is not there")
         self.values = ValueTable(value_names, np.full(len(slot), -1), slot, file)
-        self.structure = Structure.decode(self._column("structure").tobytes())
-        self._check_structure()
+        self.structure = self._read_structure()
 
     def _strings(self, blob: str, start: str) -> list[str]:
         text = self._column(blob).tobytes()
@@ -179,6 +188,8 @@ class Index:
         names = Strings(text, offsets).tolist()
         if len(set(names)) != len(names):
             raise ValueError(f"{blob} has a name twice")
+        if int(np.diff(offsets).max(initial=0)) > MAX_NAME_BYTES:
+            raise ValueError(f"{blob} has a name of more than {MAX_NAME_BYTES} bytes")
         return names
 
     def _check_tensors(self) -> None:
@@ -197,13 +208,22 @@ class Index:
         if nbytes > self._nbytes:
             raise ValueError(f"tensors of {nbytes} bytes in files of {self._nbytes}")
 
-    def _check_structure(self) -> None:
-        for name, kind in zip(self.structure.names, self.structure.kinds, strict=True):
-            known = self.tensors.row_of if kind == TENSOR else self.values.row_of
-            if name not in known:
-                raise ValueError(f"the structure has {name!r}, the tables do not")
-        if len(self.structure.names) != len(self.tensors) + len(self.values):
-            raise ValueError("the tables have names the structure lacks")
+    def _read_structure(self) -> Structure:
+        """The nesting, its leaves named as their rows are; every row belongs to one leaf."""
+        structure = Structure.decode(self._column("structure").tobytes())
+        kinds, rows = np.array(structure.kinds, np.int64), self._column("leaf.row")
+        tables = {TENSOR: self.tensors.names, VALUE: self.values.names}
+        if len(rows) != len(kinds):
+            raise ValueError("the structure has other leaves than the tables")
+        for kind, names in tables.items():
+            if not np.array_equal(np.sort(rows[kinds == kind]), np.arange(len(names))):
+                raise ValueError("the leaves of the structure are not the rows of the tables")
+        pairs = zip(kinds.tolist(), rows.tolist(), strict=True)
+        names = [tables[kind][row] for kind, row in pairs]
+        if structure.has_simple_keys and structure.names != names:
+            raise ValueError("names do not follow from the structure")
+        structure.take_names(names)
+        return structure
 
     @property
     def state(self) -> StateColumns:

@@ -2,8 +2,8 @@
 """Where everything lies, decided once for all ranks from the global plan.
 
 Within a file, entries are ordered by the largest power of two (up to 64 KiB) that divides their
-size, descending, then by name and offset: every entry then starts on a multiple of that power, and
-so of its item size, without any padding between them.
+size, descending, then by name and offset: every entry then starts, counted from the first one, on a
+multiple of that power, and so of its item size, without any padding between them.
 """
 
 from __future__ import annotations

@@ -56,6 +56,8 @@ class NativeReader(StorageReader):
     """The commit record."""
     index: Index
     """The open index."""
+    unpinned: bool = False
+    """Whether the record is another than `expect_digest` says."""
 
     def __init__(
         self,
@@ -105,7 +107,8 @@ class NativeReader(StorageReader):
                 raise
         self._record_bytes = data
         self.record = decode_record(data, where)
-        if self.expect_digest is not None and self.expect_digest != self.record.digest:
+        self.unpinned = self.expect_digest not in (None, self.record.digest)
+        if self.unpinned:
             raise CorruptionError(
                 f"{where}: the record's digest is {self.record.digest}, expected "
                 f"{self.expect_digest}; this is not the checkpoint that was pinned"
@@ -207,7 +210,7 @@ class NativeReader(StorageReader):
                 self._close_idle(MAX_OPEN)
 
     def names_in(self, file: int, low: int = 0, high: int = 2**63 - 1) -> tuple[str, ...]:
-        """Tensors and values that lie in bytes [low, high) of a data file; for reports of damage."""
+        """Tensors and values that lie in bytes [low, high) of a data file, for reports."""
         names = set()
         tensors, values = self.index.tensors, self.index.values
         try:

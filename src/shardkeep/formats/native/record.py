@@ -142,7 +142,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _check_version(table: dict[str, Any], where: str) -> None:
     major = table["format"]["major"]
-    if major != MAJOR:
+    if type(major) is not int or major != MAJOR:
         raise FormatError(
             f"{where}: format version {major}; this library reads version {MAJOR}. Use the "
             f"version that wrote it: {table.get('writer')}"
@@ -158,9 +158,11 @@ def _parse(table: dict[str, Any], digest: str, where: str) -> Record:
         raise ValueError(f"save id {save_id!r}")
     if type(block) is not int or not 4096 <= block <= 1 << 20 or block & (block - 1):
         raise ValueError(f"digest block of {block} bytes")
-    if len(table["files"]) > MAX_FILES:
+    if type(table["files"]) is not list or len(table["files"]) > MAX_FILES:
         raise ValueError(f"{len(table['files'])} files")
     kind = algorithm(table["digests"]["algorithm"])
+    if not digest.startswith(f"{kind.name}:"):
+        raise ValueError(f"the record is digested with another algorithm than its files: {digest}")
     rows = [_parse_row(row, block, kind.size, where) for row in [table["index"], *table["files"]]]
     if len({row.name for row in rows}) != len(rows):
         raise ValueError("a file is named twice")
@@ -182,7 +184,8 @@ def _parse_row(row: Mapping[str, Any], block: int, digest_size: int, where: str)
     values, chunks = row.get("values"), row.get("chunks", 0)
     if type(name) is not str or save_id_of(name) is None:
         raise UnsafeCheckpointError(
-            f"{where}: names a file {reprlib.repr(name)}, which is not inside the checkpoint's data folder"
+            f"{where}: names a file {reprlib.repr(name)}, which is not inside the "
+            "checkpoint's data folder"
         )
     numbers: Sequence[Any] = (size, payload, chunks, 0 if values is None else values)
     if any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):

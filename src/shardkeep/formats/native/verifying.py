@@ -17,7 +17,14 @@ from shardkeep.engine.parallel import run_in_order
 from shardkeep.engine.reading import DamagedBlock, VerifiedFile
 from shardkeep.errors import CheckpointError, CorruptionError
 from shardkeep.formats.native.header import MAX_HEADER, read_header
-from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
+from shardkeep.formats.native.names import (
+    CONTENT,
+    CONTENT_KEY,
+    DIGESTS,
+    RECORD,
+    VALUES,
+    entry_keys,
+)
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import FileRow
 from shardkeep.storage import CheckpointId
@@ -107,15 +114,19 @@ class _Check:
 
     def run(self, planned: Callable[[int], None]) -> None:
         report, reader = self._report, self._reader
+        index_error: CheckpointError | None = None
         try:
             reader.read_metadata()
         except CheckpointError as error:
-            known = hasattr(reader, "record")
-            if not known and not isinstance(error, CorruptionError):
-                raise  # nothing of ours is there to be verified
-            report.problems.append(Problem("checkpoint.json", str(error)))
-            if not known:
+            if not hasattr(reader, "record"):
+                if not isinstance(error, CorruptionError):
+                    raise  # nothing of ours is there to be verified
+                report.problems.append(Problem(RECORD, str(error)))
                 return
+            if reader.unpinned:
+                report.problems.append(Problem(RECORD, str(error)))
+            else:
+                index_error = error
         record = reader.record
         report.digest = record.digest
         report.files = 2 + len(record.files)
@@ -124,6 +135,9 @@ class _Check:
             self._join_chunks()
         for number, row in enumerate((record.index, *record.files)):
             self._check_file(number - 1, row)
+        if index_error and not any(p.file == record.index.name for p in report.problems):
+            # Every byte is as it was written, and still it makes no sense.
+            report.problems.append(Problem(record.index.name, str(index_error)))
 
     def _problem(self, problem: Problem) -> None:
         with self._lock:
@@ -259,6 +273,10 @@ class _Check:
         found = {key: (e.dtype, e.shape, e.start, e.stop) for key, e in entries.items()}
         if found != self._expected_entries(number, row, 8 + length):
             raise CorruptionError(f"{file.name}: its header and the index disagree")
+        places = sorted((start, stop) for _, _, start, stop in found.values())
+        edges = [len(header), *(stop for _, stop in places)]
+        if [start for start, _ in places] != edges[:-1] or edges[-1] != row.size:
+            raise CorruptionError(f"{file.name}: its entries overlap, or leave holes")
         values = self._reader.index.values
         if row.values is not None or (values.file is not None and (values.file == number).any()):
             self._reader.value_directory(number, file)

@@ -95,6 +95,8 @@ class NativeWriter(StorageWriter):
         open_store: Callable[[CheckpointId], LocalStore] = LocalStore,
     ) -> None:
         """`digest` is `"xxh3-128"`, or `"blake3"` where the record's digest is pinned elsewhere."""
+        if not 4096 <= block <= 1 << 20 or block & (block - 1):
+            raise ValueError(f"block is {block}; use a power of two from 4096 to {1 << 20}")
         self.overwrite = overwrite
         self.block = block
         self.limits = limits
@@ -368,9 +370,11 @@ class NativeWriter(StorageWriter):
             _summary(state, self._layout, len(results)),
         )
         data = encode_record(record)
+        # Read back before it replaces anything: a record no reader accepts must not be committed.
+        digest = decode_record(data, RECORD).digest
         self._note_replaced()
         self._lease.commit(data, overwrite=self.overwrite, same=lambda found: found == data)
-        self.digest = decode_record(data, RECORD).digest
+        self.digest = digest
         placed = StateColumns(
             state.tensors, self._layout.values, _placed_chunks(self._layout, state)
         )
