@@ -21,10 +21,11 @@ from rich.table import Table
 
 from benchmarks.phases import Phases
 from benchmarks.simulated import Model, Shards, write_index
-from shardkeep.default_planner import DefaultSavePlanner, plan_reads
+from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.planner import Place, ReadItems
+from shardkeep.reads import plan_reads
 from shardkeep.tables import StateColumns
 from shardkeep.wire import PlanDecoder, encode_final_plan, encode_local_plan
 

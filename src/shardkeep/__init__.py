@@ -16,7 +16,8 @@ _HOMES = {
     "checkpoint": ("Checkpoint", "SubView", "TensorView"),
     "checkpointer": ("Checkpointer", "gc", "load", "open", "save", "verify"),
     "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
-    "default_planner": ("DefaultLoadPlanner", "DefaultSavePlanner"),
+    "default_load_planner": ("DefaultLoadPlanner",),
+    "default_planner": ("DefaultSavePlanner",),
     "errors": (
         "CheckpointError",
         "CheckpointExistsError",
@@ -94,7 +95,8 @@ if TYPE_CHECKING:
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
     from shardkeep.checkpointer import Checkpointer, gc, load, open, save, verify
     from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
-    from shardkeep.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+    from shardkeep.default_load_planner import DefaultLoadPlanner
+    from shardkeep.default_planner import DefaultSavePlanner
     from shardkeep.errors import (
         CheckpointError,
         CheckpointExistsError,

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from shardkeep import values
 from shardkeep.arrays import HostSink, Sink, adapter_named
-from shardkeep.default_planner import plan_reads
 from shardkeep.dtypes import DType
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from shardkeep.reads import plan_reads
 from shardkeep.structure import Structure, dotted, key_identity
 from shardkeep.tables import StateColumns
 

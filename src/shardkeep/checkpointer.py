@@ -13,7 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardkeep.checkpoint import Checkpoint
-from shardkeep.default_planner import CheckReplicas, DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.default_load_planner import DefaultLoadPlanner
+from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
 from shardkeep.engine.budget import checked_budget
 from shardkeep.errors import UnsupportedValueError

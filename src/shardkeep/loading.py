@@ -13,7 +13,7 @@ import msgspec
 
 from shardkeep.arrays import LocalTarget, SinkPiece
 from shardkeep.coordination import Coordinator
-from shardkeep.default_planner import DefaultLoadPlanner, mismatch_error
+from shardkeep.default_load_planner import DefaultLoadPlanner, mismatch_error
 from shardkeep.errors import CheckpointError, MismatchError, StorageError, UnsafeCheckpointError
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlan, Place, ReadItems

@@ -146,6 +146,23 @@ class ChunkTable:
             None if self.start is None else self.start[low:high],
         )
 
+    @classmethod
+    def join(cls, tables: Sequence[ChunkTable]) -> ChunkTable:
+        """All rows of all tables, in order; either all are placed or none is."""
+        none = np.zeros(0, np.int64)
+        if not tables:
+            return cls(none, Boxes(np.zeros(1, np.int64), none, none), none, none, none, none)
+        files = [t.file for t in tables if t.file is not None]
+        starts_ = [t.start for t in tables if t.start is not None]
+        return cls(
+            np.concatenate([t.tensor for t in tables]),
+            Boxes.join([t.boxes for t in tables]),
+            np.concatenate([t.rank for t in tables]),
+            np.concatenate([t.source for t in tables]),
+            np.concatenate(files) if files else None,
+            np.concatenate(starts_) if starts_ else None,
+        )
+
     def placed(self, file: Ints, start: Ints) -> ChunkTable:
         """The same chunks, with where they lie."""
         return replace(self, file=file, start=start)

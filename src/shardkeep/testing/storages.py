@@ -23,7 +23,8 @@ import pytest
 
 from shardkeep.checkpointer import load, save
 from shardkeep.coordination import Coordinator, ThreadRanks
-from shardkeep.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from shardkeep.default_load_planner import DefaultLoadPlanner
+from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.errors import (
     CheckpointError,
     CheckpointExistsError,

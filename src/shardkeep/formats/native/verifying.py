@@ -196,9 +196,7 @@ class _Check:
         try:
             rows = range(len(index.tensors))
             index.prefetch(rows)
-            from shardkeep.default_planner import _join_tables
-
-            self._chunks = chunks = _join_tables([index.chunks_of(row) for row in rows])
+            self._chunks = chunks = ChunkTable.join([index.chunks_of(row) for row in rows])
             stored = index.tensors.alias_of < 0
             fine = tiled(
                 index.tensors.shape_start,

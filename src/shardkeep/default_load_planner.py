@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The default load planner: a target matched with what is stored, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from shardkeep import tree, values
+from shardkeep.arrays import ArrayAdapter, LocalTarget, Sink, adapter_of
+from shardkeep.dtypes import Cast, can_cast
+from shardkeep.errors import MismatchError
+from shardkeep.metadata import Metadata
+from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
+from shardkeep.reads import plan_reads
+from shardkeep.structure import VALUE, Structure, dotted, key_identity
+from shardkeep.tables import StateColumns
+
+__all__ = ["DefaultLoadPlanner", "mismatch_error"]
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Matches a target with what is stored, by name, and finds which bytes go where."""
+
+    def __init__(
+        self,
+        *,
+        strict: bool = True,
+        keys: Sequence[str] | None = None,
+        optional: Sequence[str] = (),
+        cast: Cast = False,
+        allow_pickle: bool = False,
+        device: object = None,
+    ) -> None:
+        """See `shardkeep.load` for what each means."""
+        if cast not in (False, True, "widen"):
+            raise ValueError(f"cast is {cast!r}; use False, 'widen' or True")
+        self.strict = strict
+        self.keys = [keys] if isinstance(keys, str) else keys
+        self.optional = [optional] if isinstance(optional, str) else optional
+        self.cast = cast
+        self.allow_pickle = allow_pickle
+        self.device = device
+        self.missing: tuple[str, ...] = ()
+        self.unexpected: tuple[str, ...] = ()
+        self.skipped: tuple[str, ...] = ()
+        """On the coordinator after the global plan: names that were not filled or not asked for."""
+
+    def set_up_planner(
+        self, state_dict: object, metadata: Metadata, place: Place = Place()
+    ) -> None:
+        """Take the target apart; abstract arrays are allocated once everything fits."""
+        self._state = state_dict
+        self._metadata = metadata
+        self._place = place
+        self._flat = tree.flatten(state_dict, rank=place.rank, world_size=place.world_size)
+        stored = metadata.state_dict_metadata
+        if not isinstance(stored, StateColumns):
+            raise TypeError("the default load planner needs metadata over columns")
+        self._stored = stored
+        self.results: list[object] = [leaf.value for leaf in self._flat.leaves]
+
+    def _asked(self, name: str) -> bool:
+        return self.keys is None or any(fnmatchcase(name, key) for key in self.keys)
+
+    def create_local_plan(self) -> LoadPlan:
+        """What this rank wants; what does not fit is noted, and refused by the global plan."""
+        names = self._stored_names()
+        mismatched = self._per_rank_faults()
+        self._targets: list[tuple[str, LocalTarget, int]] = []
+        value_names, value_dest, wanted = [], [], []
+        tensors, others = self._stored.tensors, self._stored.values_table
+        for number, (leaf, name) in enumerate(zip(self._flat.leaves, names, strict=True)):
+            if not self._asked(name):
+                continue
+            wanted.append(name)
+            row = tensors.row_of.get(name)
+            if leaf.kind == VALUE:
+                if row is not None:
+                    mismatched[name] = (
+                        f"an array is stored, the target is a {type(leaf.value).__name__}"
+                    )
+                elif name in others.row_of:
+                    value_names.append(name)
+                    value_dest.append(number)
+                continue
+            if row is None:
+                if name in others.row_of:
+                    mismatched[name] = "a plain value is stored, the target is an array"
+                continue
+            adapter = adapter_of(leaf.value)
+            assert adapter is not None
+            fault = self._fault(adapter, leaf.value, name, row)
+            if fault:
+                mismatched[name] = fault
+            else:
+                target = adapter.target(leaf.value, name, self.device)
+                self._targets.append((name, target, number))
+                self.results[number] = target.result
+        items = self._read_items(value_names, value_dest)
+        return LoadPlan(
+            items,
+            wanted=frozenset(wanted),
+            containers=frozenset(_top_containers(self._flat.structure)),
+            mismatched=mismatched,
+        )
+
+    def _stored_names(self) -> list[str]:
+        """The stored name of each target leaf: by name, where names are as unique as paths.
+
+        Where a clash bracketed names, on either side, the typed path decides first: `a.8` may be
+        another leaf here than there. What no path matches goes by name, if that is still free.
+        """
+        own, here = self._flat.structure.names, self._flat.structure
+        there = self._metadata.planner_data
+        if there is None or not (_has_brackets(here) or _has_brackets(there)):
+            return own
+        by_path = {
+            tuple(map(key_identity, path)): name
+            for path, name in zip(there.paths, there.names, strict=True)
+        }
+        found = [by_path.get(tuple(map(key_identity, path))) for path in here.paths]
+        claimed = set(found)
+        return [
+            exact if exact is not None else name if name not in claimed else _unmatched(path)
+            for exact, name, path in zip(found, own, here.paths, strict=True)
+        ]
+
+    def _per_rank_faults(self) -> dict[str, str]:
+        structure = self._metadata.planner_data
+        if structure is None:
+            return {}
+        saved = dict(_per_rank_worlds(structure.root, ()))
+        return {
+            dotted(path): (
+                f"saved per rank by {saved[path]} ranks, loading on {world}; leave it out with "
+                "keys=..., or load it with shardkeep.open"
+            )
+            for path, world in _per_rank_worlds(self._flat.structure.root, ())
+            if path in saved and saved[path] != world and self._asked(dotted(path))
+        }
+
+    def _fault(self, adapter: ArrayAdapter, value: object, name: str, row: int) -> str:
+        """Why the target does not fit the stored tensor, or nothing."""
+        tensors = self._stored.tensors
+        shape, dtype = adapter.signature(value, name)
+        stored_shape, stored_dtype = tensors.shape(row), tensors.dtype(row)
+        faults = []
+        if stored_shape != shape:
+            faults.append(f"stored shape {stored_shape}, target shape {shape}")
+        if not can_cast(stored_dtype, dtype, self.cast):
+            faults.append(f"stored dtype {stored_dtype.name}, target dtype {dtype.name}")
+        return "; ".join(faults)
+
+    def _read_items(self, value_names: Sequence[str], value_dest: Sequence[int]) -> ReadItems:
+        """Overlap every wanted box with the chunks of its tensor."""
+        wanted = []
+        self._sinks: list[Sink] = []
+        for name, target, _ in self._targets:
+            for piece in target.pieces:
+                if 0 not in piece.box.sizes:
+                    wanted.append((name, piece.box))
+                    self._sinks.append(piece.sink)
+        return plan_reads(self._stored, wanted, value_names, value_dest)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Strictness over the union of all ranks: one error that lists everything."""
+        wanted = frozenset().union(*(plan.wanted for plan in global_plan))
+        containers = frozenset().union(*(plan.containers for plan in global_plan))
+        mismatched: dict[str, str] = {}
+        for plan in global_plan:
+            mismatched |= plan.mismatched
+        stored = self._stored
+        tops = containers | {top for top, inner in map(_split_top, wanted) if inner}
+        absent = sorted(
+            n
+            for n in wanted
+            if n not in stored.tensors.row_of
+            and n not in stored.values_table.row_of
+            and n not in mismatched
+        )
+        per_rank = tuple(f"{name}." for name in mismatched)
+        missing = [
+            n
+            for n in absent
+            if not any(fnmatchcase(n, glob) for glob in self.optional)
+            and not (per_rank and n.startswith(per_rank))
+        ]
+        unexpected: list[str] = []
+        skipped: list[str] = []
+        for names, is_tensor in ((stored.tensors.names, True), (stored.values_table.names, False)):
+            for name in names:
+                if name in wanted or (per_rank and name.startswith(per_rank)):
+                    continue
+                top, inner = _split_top(name)
+                asked = self._asked(name) and (top in tops if inner else is_tensor)
+                (unexpected if asked and self.keys is None else skipped).append(name)
+        self.missing, self.unexpected, self.skipped = (
+            tuple(absent),
+            tuple(unexpected),
+            tuple(skipped),
+        )
+        if mismatched or (self.strict and (missing or unexpected)):
+            raise mismatch_error(
+                missing if self.strict else (), unexpected if self.strict else (), mismatched
+            )
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Nothing is left to do."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: bytes) -> None:
+        """Decode a value; named tuples and Enums take their class from the target."""
+        number = read_item.dest_index.index
+        assert number is not None
+        leaf = self._flat.leaves[number]
+        decoded = values.like(leaf.value, values.decode(value, allow_pickle=self.allow_pickle))
+        if leaf.fixed and not values.same(leaf.value, decoded):
+            name = read_item.dest_index.fqn
+            raise mismatch_error((), (), {name: f"stored {decoded!r}, target {leaf.value!r}"})
+        self.results[number] = decoded
+
+    def resolve_tensor(self, read_item: ReadItem) -> Sink:
+        """The sink of a wanted box."""
+        number = read_item.dest_index.index
+        assert number is not None
+        return self._sinks[number]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
+        """Sinks need no commit."""
+
+    def targets(self) -> list[tuple[str, LocalTarget]]:
+        """Every array that will be filled."""
+        return [(name, target) for name, target, _ in self._targets]
+
+    def fill(self) -> Any:
+        """Put what was read into the target; returns the filled tree."""
+        return tree.fill(self._state, self._flat, self.results)
+
+
+def mismatch_error(
+    missing: Sequence[str], unexpected: Sequence[str], mismatched: Mapping[str, str]
+) -> MismatchError:
+    """One error that names everything which does not fit."""
+    lines = ["the target does not fit the checkpoint; nothing was read"]
+    if mismatched:
+        lines.append(f"  {len(mismatched)} mismatched:")
+        lines += [f"    {name}: {how}" for name, how in sorted(mismatched.items())]
+    for what, names in (("missing from the checkpoint", missing), ("unexpected in it", unexpected)):
+        if names:
+            lines.append(f"  {len(names)} {what}:")
+            lines += [f"    {name}" for name in names]
+    lines.append(
+        "Load into a matching target, narrow the request with keys=..., allow names to be absent "
+        "with optional=..., or pass strict=False."
+    )
+    return MismatchError(
+        "\n".join(lines), missing=missing, unexpected=unexpected, mismatched=mismatched
+    )
+
+
+def _unmatched(path: tuple[Any, ...]) -> str:
+    """A name for a leaf whose own name is stored for another path: `a["8"]` beside `a.8`."""
+    return f"{dotted(path[:-1])}[{path[-1]!r}]"
+
+
+def _has_brackets(structure: Structure) -> bool:
+    return any(
+        name != dotted(path) for name, path in zip(structure.names, structure.paths, strict=True)
+    )
+
+
+def _split_top(name: str) -> tuple[str, bool]:
+    """The first component of a name, and whether there are more."""
+    ends = [at for at in (name.find("."), name.find("[", 1)) if at >= 0]
+    return (name[: min(ends)], True) if ends else (name, False)
+
+
+def _top_containers(structure: Structure) -> list[str]:
+    root = structure.root
+    if type(root) is int or root[1] is None:
+        return []
+    pairs = zip(root[1], root[2], strict=True)
+    return [_split_top(str(key))[0] for key, child in pairs if type(child) is not int]
+
+
+def _per_rank_worlds(node: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], int]]:
+    if type(node) is int:
+        return []
+    kind, keys, children, extra = node
+    if kind == "per_rank":
+        return [(path, extra)]
+    inner = range(len(children)) if keys is None else keys
+    return [
+        found
+        for key, child in zip(inner, children, strict=True)
+        for found in _per_rank_worlds(child, (*path, key))
+    ]
