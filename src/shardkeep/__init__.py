@@ -36,6 +36,7 @@ _HOMES = {
     "formats.native.reader": ("NativeReader",),
     "formats.native.verifying": ("Problem", "VerifyReport"),
     "formats.native.writer": ("NativeWriter",),
+    "groups": ("flush",),
     "loading": ("LoadResult",),
     "metadata": (
         "BytesStorageMetadata",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from shardkeep.formats.native.reader import NativeReader
     from shardkeep.formats.native.verifying import Problem, VerifyReport
     from shardkeep.formats.native.writer import NativeWriter
+    from shardkeep.groups import flush
     from shardkeep.loading import LoadResult
     from shardkeep.metadata import (
         BytesStorageMetadata,

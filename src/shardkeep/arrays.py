@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import add
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +30,7 @@ __all__ = [
     "LocalArray",
     "LocalTarget",
     "Memory",
+    "PartSink",
     "Sink",
     "SinkPiece",
     "Source",
@@ -119,6 +121,20 @@ class HostSink:
 
 
 @dataclass(frozen=True, slots=True)
+class PartSink:
+    """A part of a larger sink."""
+
+    sink: Sink
+    """The larger one."""
+    offsets: tuple[int, ...]
+    """Where in it the part begins."""
+
+    def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
+        """Hand on, with offsets counted from the start of the larger sink."""
+        self.sink.put(tuple(map(add, self.offsets, offsets)), block, dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class SourcePiece:
     """One box this rank can store."""
 
@@ -126,6 +142,12 @@ class SourcePiece:
     """Where it sits in the whole tensor."""
     source: Source
     """Its elements."""
+
+    def part(self, local: ChunkStorageMetadata, box: ChunkStorageMetadata) -> SourcePiece:
+        """The region `local` of these elements, which is `box` of the whole tensor."""
+        if local.sizes == self.box.sizes:
+            return SourcePiece(box, self.source)
+        return SourcePiece(box, self.source.part(local.offsets, local.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +171,22 @@ class Memory:
         for step, n in zip(self.strides, self.shape, strict=True):
             low, high = low + min(0, step * (n - 1)), high + max(0, step * (n - 1))
         return low, high + self.itemsize
+
+    def part(self, box: ChunkStorageMetadata) -> Memory:
+        """What a region of the array occupies."""
+        shift = sum(o * step for o, step in zip(box.offsets, self.strides, strict=True))
+        return Memory(self.device, self.address + shift, box.sizes, self.strides, self.itemsize)
+
+    def may_repeat(self) -> bool:
+        """Whether two elements may share a byte; regular layouts never do."""
+        reach = self.itemsize
+        for step, n in sorted(
+            (abs(step), n) for step, n in zip(self.strides, self.shape, strict=True) if n > 1
+        ):
+            if step < reach:
+                return True
+            reach += step * (n - 1)
+        return False
 
     def overlaps(self, other: Memory) -> bool:
         """Whether any byte belongs to both; interleaved views need not share any."""
@@ -185,6 +223,13 @@ class SinkPiece:
     """Where its elements go, offsets counted from the box's start."""
     memory: Memory | None = None
     """What the destination occupies, where known: finds targets that share memory."""
+
+    def part(self, local: ChunkStorageMetadata, box: ChunkStorageMetadata) -> SinkPiece:
+        """The region `local` of this destination, which is `box` of the whole tensor."""
+        if local.sizes == self.box.sizes:
+            return SinkPiece(box, self.sink, self.memory)
+        memory = None if self.memory is None else self.memory.part(local)
+        return SinkPiece(box, PartSink(self.sink, local.offsets), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,30 +301,60 @@ class ArrayAdapter(Protocol):
 ADAPTERS: dict[str, str] = {
     "numpy": "shardkeep.adapters.numpy_arrays",
     "torch": "shardkeep.adapters.torch_tensors",
+    "torch.distributed": "shardkeep.adapters.torch_dtensors",
     "shardkeep": "shardkeep.adapters.sharded_arrays",
 }
-"""Top-level package of an array's class to the module whose `ADAPTER` handles it."""
+"""Package of an array's class to the module whose `ADAPTER` handles it; the longest name wins."""
+
+SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""What makes a value of any class a part of a tensor; see `shardkeep.adapters.shard_protocol`."""
 
 
 @cache
 def adapter_of_type(kind: type) -> ArrayAdapter | None:
     """The adapter for values of this type, or None where they are not arrays."""
+    if _declares_shards(kind):
+        return _adapter_in("shardkeep.adapters.shard_protocol")
+    return library_adapter(kind)
+
+
+def library_adapter(kind: type) -> ArrayAdapter | None:
+    """The adapter of the library this type comes from, whatever else it declares to be."""
     for cls in kind.__mro__[:-1]:
-        package = cls.__module__.partition(".")[0]
-        module = ADAPTERS.get(package)
-        if module is not None:
-            adapter: ArrayAdapter = importlib.import_module(module).ADAPTER
-            if adapter.claims(kind):
-                return adapter
+        package = cls.__module__
+        while package:
+            module = ADAPTERS.get(package)
+            if module is not None:
+                adapter = _adapter_in(module)
+                if adapter.claims(kind):
+                    return adapter
+            package = package.rpartition(".")[0]
     return None
+
+
+def _declares_shards(kind: type) -> bool:
+    """Whether instances have the shard fields: as attributes of the class, or annotated there."""
+    found = [vars(cls).get("__annotations__") for cls in kind.__mro__]
+    annotated = [names for names in found if isinstance(names, dict)]  # functions have a descriptor
+    return all(
+        hasattr(kind, field) or any(field in names for names in annotated) for field in SHARD_FIELDS
+    )
 
 
 def adapter_of(value: object) -> ArrayAdapter | None:
     """The adapter for this value, or None where it is not an array."""
-    return adapter_of_type(type(value))  # type: ignore[arg-type]
+    adapter = adapter_of_type(type(value))  # type: ignore[arg-type]
+    # Shard fields may also be set on one array, as on a plain torch tensor.
+    if adapter is not None and SHARD_FIELDS[0] in getattr(value, "__dict__", ()):
+        return _adapter_in("shardkeep.adapters.shard_protocol")
+    return adapter
+
+
+def _adapter_in(module: str) -> ArrayAdapter:
+    adapter: ArrayAdapter = importlib.import_module(module).ADAPTER
+    return adapter
 
 
 def adapter_named(package: str) -> ArrayAdapter:
     """The adapter of an array library, by its package's name."""
-    adapter: ArrayAdapter = importlib.import_module(ADAPTERS[package]).ADAPTER
-    return adapter
+    return _adapter_in(ADAPTERS[package])

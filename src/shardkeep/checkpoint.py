@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -15,6 +16,7 @@ import numpy.typing as npt
 from shardkeep import values
 from shardkeep.arrays import HostSink, Sink, adapter_named
 from shardkeep.dtypes import DType
+from shardkeep.errors import StorageError, UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 from shardkeep.reads import plan_reads
 from shardkeep.structure import Structure, dotted, key_identity
@@ -92,9 +94,10 @@ class TensorView:
 
     def torch(self, index: Any = ...) -> torch.Tensor:
         """All of it, or the part `index` selects, as a torch tensor of the stored dtype."""
-        made = adapter_named("torch").from_numpy(
-            np.ascontiguousarray(self[index]).view(self._dtype.bits()), self._dtype
-        )
+        part = np.asarray(self[index])
+        bits = np.ascontiguousarray(part).view(self._dtype.bits())
+        # numpy makes a contiguous 0-d array 1-d.
+        made = adapter_named("torch").from_numpy(bits.reshape(part.shape), self._dtype)
         return made  # type: ignore[return-value]
 
     def __getitem__(self, index: Any) -> Array:
@@ -127,12 +130,16 @@ def _picks(index: Any, shape: Sequence[int]) -> tuple[list[Sequence[int]], set[i
         if isinstance(part, slice):
             picks.append(range(*part.indices(n)))
         elif isinstance(part, (list, np.ndarray)):
+            if isinstance(part, np.ndarray) and part.ndim != 1:
+                raise IndexError(f"dimension {dim}: an array of indices must have one dimension")
             picks.append([_checked_index(i, n, dim) for i in part])
         else:
             picks.append([_checked_index(part, n, dim)])
             squeeze.add(dim)
-    if sum(isinstance(p, list) and d not in squeeze for d, p in enumerate(picks)) > 1:
-        raise IndexError("a list of indices may be given for one dimension only")
+    lists = sum(isinstance(p, list) and d not in squeeze for d, p in enumerate(picks))
+    if lists > 1 or (lists and squeeze):
+        # numpy's order of dimensions is hard to foresee there: better to ask for less.
+        raise IndexError("a list of indices goes with slices only, and in one dimension")
     return picks, squeeze
 
 
@@ -203,8 +210,6 @@ class SubView(Mapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         """One child."""
-        if key not in self._keys:
-            raise KeyError(key)
         return self._checkpoint._at((*self._path, key))
 
     def __iter__(self) -> Iterator[Any]:
@@ -281,7 +286,7 @@ class Checkpoint(Mapping[str, Any]):
                 return False
             return True
         known = key in self._state.tensors.row_of or key in self._state.values_table.row_of
-        return known or any(dotted(path) == key for path in self._containers())
+        return known or key in self._containers
 
     def find(self, pattern: str) -> list[str]:
         """Names that match a glob such as `"model.*.weight"`."""
@@ -296,10 +301,7 @@ class Checkpoint(Mapping[str, Any]):
             return TensorView(self, key, row)
         if key in self._state.values_table.row_of:
             return self._value(key)
-        for path in self._containers():
-            if dotted(path) == key:
-                return SubView(self, path)
-        raise KeyError(key)
+        return SubView(self, self._containers[key])
 
     def state_dict(self, as_: As = "numpy") -> Any:
         """Everything, with its exact nesting; what was `PerRank` comes as a dict by rank."""
@@ -309,7 +311,10 @@ class Checkpoint(Mapping[str, Any]):
         """Read every byte of every file and check it; see `VerifyReport`."""
         from shardkeep.formats.native.verifying import verify_checkpoint
 
-        return verify_checkpoint(self._reader.checkpoint_id)
+        report = verify_checkpoint(self._reader.root)
+        if report.ok and report.digest != self.digest:
+            raise StorageError(f"{self.path} was replaced since it was opened; open it again")
+        return report
 
     def close(self) -> None:
         """Let go of files."""
@@ -334,37 +339,43 @@ class Checkpoint(Mapping[str, Any]):
 
     # --- for the views
 
+    @cached_property
+    def _nodes(self) -> dict[tuple[Any, ...], Any]:
+        """Every container and leaf by the identities of its path."""
+        nodes: dict[tuple[Any, ...], Any] = {}
+        pending: list[tuple[tuple[Any, ...], Any]] = [((), self.structure.root)]
+        while pending:
+            path, node = pending.pop()
+            nodes[path] = node
+            if type(node) is not int:
+                keys = range(len(node[2])) if node[1] is None else node[1]
+                pairs = zip(keys, node[2], strict=True)
+                pending += [((*path, key_identity(key)), child) for key, child in pairs]
+        return nodes
+
+    @cached_property
+    def _containers(self) -> dict[str, tuple[Any, ...]]:
+        """Dotted name of each container to its path; the first one where several share it."""
+        found: dict[str, tuple[Any, ...]] = {}
+        pending: deque[tuple[tuple[Any, ...], Any]] = deque([((), self.structure.root)])
+        while pending:
+            path, node = pending.popleft()
+            if type(node) is not int:
+                if path:
+                    found.setdefault(dotted(path), path)
+                keys = range(len(node[2])) if node[1] is None else node[1]
+                pending += [((*path, k), c) for k, c in zip(keys, node[2], strict=True)]
+        return found
+
     def _node(self, path: tuple[Any, ...]) -> Any:
-        node = self.structure.root
-        for key in path:
-            if type(node) is int:
-                raise KeyError(path)
-            _, keys, children, _ = node
-            names = range(len(children)) if keys is None else keys
-            wanted = key_identity(key)
-            for name, child in zip(names, children, strict=True):
-                if key_identity(name) == wanted:
-                    node = child
-                    break
-            else:
-                raise KeyError(path)
-        return node
+        try:
+            return self._nodes[tuple(map(key_identity, path))]
+        except UnsupportedValueError:
+            raise KeyError(path) from None
 
     def _children(self, path: tuple[Any, ...]) -> list[Any]:
         _, keys, children, _ = self._node(path)
         return list(range(len(children))) if keys is None else list(keys)
-
-    def _containers(self) -> Iterator[tuple[Any, ...]]:
-        pending: list[tuple[tuple[Any, ...], Any]] = [((), self.structure.root)]
-        while pending:
-            path, node = pending.pop(0)
-            if type(node) is int:
-                continue
-            if path:
-                yield path
-            _, keys, children, _ = node
-            names = range(len(children)) if keys is None else keys
-            pending += [((*path, n), c) for n, c in zip(names, children, strict=True)]
 
     def _at(self, path: tuple[Any, ...]) -> Any:
         node = self._node(path)

@@ -7,8 +7,9 @@ the caller's group.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
 from shardkeep.engine.budget import checked_budget
-from shardkeep.errors import UnsupportedValueError
+from shardkeep.errors import StorageError, UnsupportedValueError
 from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
@@ -70,6 +71,32 @@ class Checkpointer:
         progress: Progress = None,
     ) -> SaveResult:
         """Save a nested state; see `shardkeep.save`."""
+        # What is refused on this rank alone, before the first step, reaches the others too.
+        with self._coordinator.call("save"):
+            return self._save(
+                state_dict,
+                checkpoint_id,
+                storage_writer,
+                planner,
+                overwrite,
+                allow_pickle,
+                check_replicas,
+                memory_budget,
+                progress,
+            )
+
+    def _save(
+        self,
+        state_dict: object,
+        checkpoint_id: CheckpointId | None,
+        storage_writer: StorageWriter | None,
+        planner: SavePlanner | None,
+        overwrite: bool,
+        allow_pickle: bool,
+        check_replicas: CheckReplicas,
+        memory_budget: int | None,
+        progress: Progress,
+    ) -> SaveResult:
         _refuse_torch(planner, SavePlanner, "planner")
         _refuse_torch(storage_writer, StorageWriter, "storage_writer")
         _refuse_scalar(state_dict)
@@ -85,8 +112,7 @@ class Checkpointer:
         if isinstance(writer, NativeWriter):
             if not where:
                 raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
-            writer.overwrite = writer.overwrite or overwrite
-            writer.memory_budget = budget
+            overwrite = overwrite or writer.overwrite
         if planner is None:
             planner = DefaultSavePlanner(check_replicas=check_replicas, allow_pickle=allow_pickle)
         options = {
@@ -95,9 +121,10 @@ class Checkpointer:
             "allow_pickle": allow_pickle,
             "version": _version(),
         }
-        with tracked(progress, "saving") as counter:
-            if isinstance(writer, NativeWriter):
-                writer.progress = counter
+        with (
+            tracked(progress, "saving") as counter,
+            self._lent(writer, counter, budget, overwrite=overwrite),
+        ):
             return run_save(
                 state_dict,
                 checkpoint_id=where,
@@ -105,7 +132,7 @@ class Checkpointer:
                 planner=planner,
                 coordinator=self._coordinator,
                 options=options,
-                read_metadata=lambda: _read_metadata(where),
+                read_metadata=_metadata_of(where),
                 planned=counter.expect,
             )
 
@@ -128,6 +155,44 @@ class Checkpointer:
         progress: Progress = None,
     ) -> LoadResult:
         """Fill a nested state; see `shardkeep.load`."""
+        options = {
+            "strict": strict,
+            "cast": cast,
+            "verify": verify,
+            "expect_digest": expect_digest,
+            "allow_pickle": allow_pickle,
+            "version": _version(),
+        }
+        with self._coordinator.call("load"):
+            if planner is None:
+                planner = DefaultLoadPlanner(
+                    strict=strict,
+                    keys=keys,
+                    optional=optional,
+                    cast=cast,
+                    allow_pickle=allow_pickle,
+                    device=device,
+                )
+            return self._load(
+                state_dict,
+                checkpoint_id,
+                storage_reader,
+                planner,
+                options,
+                memory_budget,
+                progress,
+            )
+
+    def _load(
+        self,
+        state_dict: object,
+        checkpoint_id: CheckpointId | None,
+        storage_reader: StorageReader | None,
+        planner: DefaultLoadPlanner,
+        options: dict[str, Any],
+        memory_budget: int | None,
+        progress: Progress,
+    ) -> LoadResult:
         _refuse_torch(planner, LoadPlanner, "planner")
         _refuse_torch(storage_reader, StorageReader, "storage_reader")
         budget = self._memory_budget if memory_budget is None else memory_budget
@@ -141,32 +206,56 @@ class Checkpointer:
         if isinstance(reader, NativeReader):
             if not getattr(reader, "checkpoint_id", ""):
                 raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
-            reader.verify = verify
-            reader.expect_digest = expect_digest
-            reader.memory_budget = budget
-        if planner is None:
-            planner = DefaultLoadPlanner(
-                strict=strict,
-                keys=keys,
-                optional=optional,
-                cast=cast,
-                allow_pickle=allow_pickle,
-                device=device,
-            )
-        with tracked(progress, "loading") as counter:
-            if isinstance(reader, NativeReader):
-                reader.progress = counter
+            # What the reader was made with holds too: a pin is not lost, nor a wish not to verify.
+            options["verify"] = options["verify"] and reader.verify
+            options["expect_digest"] = options["expect_digest"] or reader.expect_digest
+        pinned = {key: options[key] for key in ("verify", "expect_digest")}
+        with (
+            tracked(progress, "loading") as counter,
+            self._lent(reader, counter, budget, **pinned),
+        ):
             return run_load(
                 state_dict,
                 reader=reader,
                 planner=planner,
                 coordinator=self._coordinator,
+                options={"checkpoint_id": _where(checkpoint_id, reader), **options},
                 planned=counter.expect,
             )
 
+    @contextlib.contextmanager
+    def _lent(
+        self, storage: object, counter: Callable[[int], None], budget: int | None, **settings: Any
+    ) -> Iterator[None]:
+        """Give our own storage the settings of this call; a caller's object gets its own back."""
+        if not isinstance(storage, (NativeWriter, NativeReader)):
+            yield
+            return
+        shown = storage.progress
+
+        def count(nbytes: int) -> None:
+            # To the user, and to the ranks that wait for this one.
+            self._coordinator.advance(nbytes)
+            counter(nbytes)
+            if shown is not None:
+                shown(nbytes)
+
+        settings["progress"] = count
+        settings["memory_budget"] = storage.memory_budget if budget is None else budget
+        before = {key: getattr(storage, key) for key in settings}
+        try:
+            for key, value in settings.items():
+                setattr(storage, key, value)
+            yield
+        finally:
+            for key, value in before.items():
+                setattr(storage, key, value)
+
     def close(self) -> None:
-        """Let go of everything that outlives a call."""
-        self._coordinator.close()
+        """Let go of everything that outlives a call.
+
+        Groups of processes are shared by all that use them; `shardkeep.flush` lets go of those.
+        """
 
     def __enter__(self) -> Self:
         """Usable in `with`."""
@@ -270,14 +359,19 @@ def open(
     memory_budget: int | None = None,
 ) -> Checkpoint:
     """Open a checkpoint lazily: no model, no ranks; costs O(tensors), reads no payload."""
-    reader = NativeReader(
-        checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
-    )
-    try:
-        return Checkpoint(reader, allow_pickle=allow_pickle)
-    except BaseException:
-        reader.close()
-        raise
+    checked_budget(memory_budget)
+    for last in (False, True):
+        reader = NativeReader(
+            checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
+        )
+        try:
+            return Checkpoint(reader, allow_pickle=allow_pickle)
+        except BaseException as error:
+            reader.close()
+            # Replaced between its record and its index: the new one is there to be opened.
+            if last or not (isinstance(error, StorageError) and error.transient):
+                raise
+    raise AssertionError
 
 
 def verify(
@@ -303,16 +397,26 @@ def gc(checkpoint_id: CheckpointId, *, stale_s: float = STALE_S, dry_run: bool =
     return collect_garbage(LocalStore(checkpoint_id), stale_s=stale_s, dry_run=dry_run)
 
 
-def _where(checkpoint_id: CheckpointId | None, writer: StorageWriter) -> str:
+def _where(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader) -> str:
     if checkpoint_id is not None:
         return os.fspath(checkpoint_id)
-    return str(getattr(writer, "checkpoint_id", ""))
+    return str(getattr(storage, "checkpoint_id", ""))
 
 
-def _read_metadata(where: str) -> Metadata:
-    reader = find_reader(where)()
-    reader.reset(where)
-    return reader.read_metadata()
+def _metadata_of(where: str) -> Callable[[str], Metadata]:
+    """Reads the metadata of the save with an id, also after `chdir`; never another save's."""
+    place = where if "://" in where else os.path.abspath(where)
+
+    def read(save_id: str) -> Metadata:
+        reader = find_reader(place)()
+        reader.reset(place)
+        metadata = reader.read_metadata()
+        meta = metadata.storage_meta
+        if meta is not None and meta.save_id != save_id:
+            raise StorageError(f"{place} was replaced by another save since", transient=False)
+        return metadata
+
+    return read
 
 
 def _version() -> str:

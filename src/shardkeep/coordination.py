@@ -3,124 +3,38 @@
 
 Control is a key-value space with deadlines: every rank posts the outcome of each phase, the
 coordinator posts one verdict that all await. Bulk moves bytes between ranks, and is entered only
-after a good verdict. An error on any rank becomes the same error on every rank.
+after a good verdict. An error on any rank becomes the same error on every rank, and whoever waits
+watches the heartbeats of those it waits for: no rank waits for ever for another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from shardkeep import errors
-from shardkeep.errors import CheckpointError, MismatchError, RankError
+from shardkeep.errors import PlanError, RankError
+from shardkeep.failures import Failure, describe, merge_failures
+from shardkeep.heartbeats import Heart, Patience, Watch, beat_key, default_timeout_s
+from shardkeep.planes import FAILED, Bulk, Control, Helper, SharedDict, ThreadBulk
 
-__all__ = ["Bulk", "Control", "Coordinator", "SingleProcess", "ThreadRanks", "merge_failures"]
+__all__ = [
+    "Coordinator",
+    "Patience",
+    "Ranks",
+    "SingleProcess",
+    "ThreadRanks",
+    "check_same",
+    "merge_failures",
+]
 
-DEFAULT_TIMEOUT_S = 600.0
-
-
-class Control(Protocol):
-    """A key-value space that all ranks see."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Post a value; keys are never reused."""
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        """Wait for a value; None once the time is over."""
-
-    def forget(self, prefix: str) -> None:
-        """Drop keys that every rank is done with."""
-
-
-class Bulk(Protocol):
-    """Moves bytes. All ranks call the same method in the same order."""
-
-    def gather(self, data: bytes) -> list[bytes] | None:
-        """All ranks' bytes on the coordinator, None elsewhere."""
-
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
-        """To each rank its own part."""
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        """To all ranks the coordinator's bytes."""
-
-
-class Failure(msgspec.Struct):
-    """An error as it travels: never a pickle."""
-
-    rank: int
-    kind: str
-    text: str
-    trace: str
-    details: dict[str, Any]
-
-
-def _describe(error: BaseException, rank: int) -> Failure:
-    details: dict[str, Any] = {}
-    if isinstance(error, MismatchError):
-        details = {
-            "missing": list(error.missing),
-            "unexpected": list(error.unexpected),
-            "mismatched": dict(error.mismatched),
-        }
-    elif isinstance(error, errors.CorruptionError):
-        details = {"names": list(error.names)}
-    elif isinstance(error, errors.StorageError):
-        details = {"transient": error.transient}
-    try:
-        text = str(error)
-    except Exception:
-        text = "<no text>"
-    trace = "".join(traceback.format_exception(error))[-8000:]
-    kind = type(error)
-    for cls in kind.__mro__:
-        if cls.__module__ == errors.__name__ and cls.__name__ in errors.__all__:
-            return Failure(rank, cls.__name__, text, trace, details)
-    return Failure(rank, kind.__qualname__, text, trace, details)
-
-
-def merge_failures(failures: Sequence[Failure]) -> CheckpointError:
-    """One error for all ranks: its own class where all failed alike, else `RankError`."""
-    by_rank = {f.rank: f"{f.kind}: {f.text}" for f in failures}
-    kinds = {f.kind for f in failures}
-    first = min(failures, key=lambda f: f.rank)
-    if len(kinds) == 1 and first.kind in errors.__all__ and first.kind != "RankError":
-        cls = getattr(errors, first.kind)
-        ranks = ", ".join(map(str, sorted(by_rank)))
-        text = (
-            first.text
-            if len({f.text for f in failures}) == 1
-            else "\n".join(
-                f"rank {f.rank}: {f.text}" for f in sorted(failures, key=lambda f: f.rank)
-            )
-        )
-        error: CheckpointError = cls(
-            f"{text} [rank {ranks}]", failures=by_rank, **_merged_details(failures)
-        )
-    else:
-        lines = [f"rank {rank}: {text}" for rank, text in sorted(by_rank.items())]
-        error = RankError("ranks failed:\n  " + "\n  ".join(lines), failures=by_rank)
-    error.add_note(f"on rank {first.rank}:\n{first.trace}")
-    return error
-
-
-def _merged_details(failures: Sequence[Failure]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for failure in failures:
-        for key, value in failure.details.items():
-            if isinstance(value, list):
-                merged[key] = sorted(set(merged.get(key, [])) | set(value))
-            elif isinstance(value, dict):
-                merged[key] = {**merged.get(key, {}), **value}
-            else:
-                merged[key] = value
-    return merged
+T = TypeVar("T")
 
 
 class Coordinator(Protocol):
@@ -133,6 +47,12 @@ class Coordinator(Protocol):
     @property
     def world_size(self) -> int:
         """How many there are."""
+
+    def call(self, what: str) -> AbstractContextManager[None]:
+        """All of a collective call: while inside, this rank gives signs of life."""
+
+    def advance(self, nbytes: int) -> None:
+        """Progress was made; from any thread. A rank that makes none for long is given up."""
 
     def agree(self, phase: str, work: Callable[[], None]) -> None:
         """Do `work` on every rank; an error on any is raised on all."""
@@ -148,6 +68,9 @@ class Coordinator(Protocol):
     def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
         """Do `work` on the coordinator and give every rank what it returns."""
 
+    def may_commit(self) -> None:
+        """Called on the coordinator just before the commit; raises if others gave it up."""
+
     def close(self) -> None:
         """Let go of what outlives a call."""
 
@@ -157,6 +80,13 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+
+    def call(self, what: str) -> AbstractContextManager[None]:
+        """Nobody watches."""
+        return contextlib.nullcontext()
+
+    def advance(self, nbytes: int) -> None:
+        """Nobody watches."""
 
     def agree(self, phase: str, work: Callable[[], None]) -> None:
         """Just do it."""
@@ -175,11 +105,45 @@ class SingleProcess:
         """Just do it."""
         return work()
 
+    def may_commit(self) -> None:
+        """Always."""
+
     def close(self) -> None:
         """Nothing is held."""
 
 
-_OK = b"ok"
+def encode_asked(asked: Mapping[str, object]) -> bytes:
+    """What a rank was asked for, for `check_same`."""
+    return msgspec.msgpack.encode(dict(asked))
+
+
+def check_same(told: Sequence[bytes], what: str) -> None:
+    """Raise `PlanError` unless all ranks were asked for the same thing."""
+    asked = [msgspec.msgpack.decode(part, type=dict[str, Any]) for part in told]
+    for rank, other in enumerate(asked):
+        for key in (*asked[0], *other):
+            if key not in other or key not in asked[0] or other[key] != asked[0][key]:
+                raise PlanError(
+                    f"ranks were asked for different {what}: {key} is {asked[0].get(key)!r} on "
+                    f"rank 0 and {other.get(key)!r} on rank {rank}"
+                )
+
+
+class _Verdict(msgspec.Struct, array_like=True):
+    """What was decided about a step; the same for all ranks."""
+
+    failures: list[Failure] = []
+    """Empty if it went well."""
+    connect: bool = False
+    """All ranks are to make the bulk plane anew."""
+    word: bytes | None = None
+    """What the coordinator tells all ranks, where it is small; nothing follows in bulk then."""
+
+
+_SMALL = 4096
+"""Bytes that may travel in a verdict."""
+_LAPSE = 0.8
+"""The part of `gone_s` without a beat after which the coordinator commits nothing."""
 
 
 class Ranks:
@@ -190,20 +154,75 @@ class Ranks:
         rank: int,
         world_size: int,
         control: Control,
-        bulk: Bulk,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        connect: Callable[[str], Bulk],
+        timeout_s: float | None = None,
+        patience: Patience = Patience(),
     ) -> None:
-        """One of `world_size` ranks that all make the same calls in the same order."""
+        """One of `world_size` ranks that all make the same calls in the same order.
+
+        `connect(name)` makes the bulk plane, on all ranks at once and with the same name.
+        """
         self.rank = rank
         self.world_size = world_size
-        self.timeout_s = timeout_s
+        self.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
+        self.patience = patience
         self._control = control
-        self._bulk = bulk
-        self._epoch = itertools.count()
+        self._connect = connect
+        self._bulk: Bulk | None = None
+        self._heart = Heart(lambda beat: control.set(beat_key(rank), beat), patience)
+        self._calls = itertools.count()
+        self._call: _Call | None = None
+        self._old_keys: list[str] = []
+        self._helper = Helper()
+
+    # --- the call
+
+    def call(self, what: str) -> AbstractContextManager[None]:
+        """Signs of life from here on; calls inside this one belong to it."""
+        return self._in_call()
+
+    @contextlib.contextmanager
+    def _in_call(self) -> Iterator[None]:
+        if self._call is not None:
+            yield
+            return
+        call = self._call = _Call(next(self._calls))
+        left: list[Failure] = []
+        try:
+            self._heart.start(call.number, self.timeout_s)
+            yield
+        except BaseException as error:
+            left = call.failures or [describe(error, self.rank)]
+            self._drop_bulk()
+            raise
+        finally:
+            try:
+                self._leave(call, left)
+            finally:
+                self._call = None
+                self._helper.stop()
+
+    def _leave(self, call: _Call, left: list[Failure]) -> None:
+        """Say that this rank is out. The coordinator, whose process may host the control plane,
+        stays until the others have read the last verdict."""
+        self._heart.stop(left)
+        silent = {failure.rank for failure in left if failure.kind in ("gone", "stuck", "absent")}
+        with contextlib.suppress(RankError):
+            self._control.add(f"{call.number}/left", 1)
+            if self.rank == 0:
+                expected = self.world_size - len(silent)
+                self._control.count(f"{call.number}/left", expected, self.patience.linger_s)
+
+    def advance(self, nbytes: int) -> None:
+        """Progress, told to others with the next heartbeat."""
+        self._heart.advance(nbytes)
+
+    # --- the steps
 
     def agree(self, phase: str, work: Callable[[], None]) -> None:
         """Do `work`, post the outcome, await the verdict."""
-        self._outcome(phase, work)
+        with self.call(phase):
+            self._outcome(phase, work)
 
     def gather_scatter(
         self,
@@ -212,123 +231,257 @@ class Ranks:
         join: Callable[[list[bytes]], Sequence[bytes]],
     ) -> bytes:
         """Bulk follows an agreed outcome, so no rank waits in it for one that failed."""
-        mine = self._outcome(f"{phase}/local", local)
-        gathered = self._bulk.gather(mine)
-        parts = self._outcome(
-            f"{phase}/join", lambda: join(gathered) if gathered is not None else None
-        )
-        return self._bulk.scatter(parts)
+        with self.call(phase):
+            mine, _ = self._outcome(phase, local)
+            gathered = self._move(phase, lambda bulk: bulk.gather(mine))
+            parts, word = self._outcome(
+                phase, lambda: None if gathered is None else join(gathered), _same_for_all
+            )
+            # What is told with the verdict, as of a commit, reaches all ranks or none.
+            return self._move(phase, lambda bulk: bulk.scatter(parts)) if word is None else word
 
     def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
         """The coordinator works; the others learn the outcome first, then the bytes."""
-        made = self._outcome(phase, lambda: work() if self.rank == 0 else None)
-        return self._bulk.broadcast(made)
+        with self.call(phase):
+            made, word = self._outcome(
+                phase, lambda: work() if self.rank == 0 else None, lambda made: made
+            )
+            return self._move(phase, lambda bulk: bulk.broadcast(made)) if word is None else word
 
-    def _outcome(self, phase: str, work: Callable[[], Any]) -> Any:
-        prefix = f"{next(self._epoch)}/{phase}"
+    def may_commit(self) -> None:
+        """Others who give this rank up and this rank's commit exclude each other.
+
+        Where the control plane cannot tell, because it was stopped with this process, the time
+        without a heartbeat does.
+        """
+        call = self._call
+        assert call is not None
+        lapse = self._heart.lapsed_s()
+        if lapse > _LAPSE * self.patience.gone_s:
+            raise RankError(
+                f"rank 0 was without a sign of life for {lapse:.0f} s, so that the other ranks may "
+                "have given it up; nothing was committed"
+            )
+        if self._control.claim(f"{call.number}/commit", b"commit") != b"commit":
+            raise RankError(
+                "the other ranks gave rank 0 up before it could commit; nothing was committed"
+            )
+
+    def _outcome(
+        self, phase: str, work: Callable[[], T], tell: Callable[[Any], bytes | None] | None = None
+    ) -> tuple[T, bytes | None]:
+        """What `work` returned, once it went well everywhere, and the coordinator's word.
+
+        `tell` says what of the coordinator's result all ranks need, and travels if it is small.
+        """
+        call = self._call
+        assert call is not None
+        step = call.next_step()
+        self._heart.advance()
         result, caught = None, None
         try:
             result = work()
-            posted = _OK
         except BaseException as error:
             caught = error
-            posted = msgspec.msgpack.encode(_describe(error, self.rank))
-        self._control.set(f"{prefix}/{self.rank}", posted)
-        if self.rank == 0:
-            self._control.set(f"{prefix}/verdict", self._collect(prefix, phase))
-        verdict = self._control.get(f"{prefix}/verdict", 2 * self.timeout_s)
-        if verdict is None:
-            raise RankError(
-                f"rank 0 gave no verdict on {phase} within {2 * self.timeout_s:.0f} s",
-                failures={0: "no answer"},
-            )
-        if verdict != _OK:
-            failures = msgspec.msgpack.decode(verdict, type=list[Failure])
-            merged = merge_failures(failures)
+        word = tell(result) if tell is not None and result is not None else None
+        if word is not None and len(word) > _SMALL:
+            word = None
+        verdict = self._verdict(call, step, phase, caught, word)
+        if verdict.failures:
+            call.failures = verdict.failures
             if caught is not None and not isinstance(caught, Exception):
                 raise caught  # KeyboardInterrupt and SystemExit stay what they are, here
-            raise merged from caught
-        return result
+            raise merge_failures(call.failures) from caught
+        if not call.begun:
+            call.begun = True
+            self._forget_earlier(call)
+        if verdict.connect:
+            self._drop_bulk()
+            self._bulk = self._watched(phase, lambda: self._connect(str(call.number)))
+        return result, verdict.word  # type: ignore[return-value]
 
-    def _collect(self, prefix: str, phase: str) -> bytes:
-        """All outcomes, or who is missing once the time is over."""
-        deadline = time.monotonic() + self.timeout_s
-        failures = []
-        for rank in range(self.world_size):
-            posted = self._control.get(f"{prefix}/{rank}", max(0.0, deadline - time.monotonic()))
-            if posted is None:
-                text = f"no answer to {phase} within {self.timeout_s:.0f} s"
-                failures.append(Failure(rank, "gone", text, "", {}))
-            elif posted != _OK:
-                failures.append(msgspec.msgpack.decode(posted, type=Failure))
-        return msgspec.msgpack.encode(failures) if failures else _OK
+    def _verdict(
+        self,
+        call: _Call,
+        step: int,
+        phase: str,
+        caught: BaseException | None,
+        word: bytes | None,
+    ) -> _Verdict:
+        """Post this rank's outcome; what was decided about the step."""
+        control = self._control
+        if self._bulk is None and step == 0:
+            control.add(f"{call.number}/apart", 1)
+        if caught is not None:
+            failure = msgspec.msgpack.encode(describe(caught, self.rank))
+            control.set(f"{call.number}/{step}/{self.rank}", failure)
+        counted = control.add(f"{call.number}/n", 1 if caught is None else 1 + FAILED)
+        self._heart.posted(step)
+        key = f"{call.number}/{step}"
+        if self.rank == 0:
+            return self._decide(key, self._collect(call, step, phase, counted, word))
+        watch = self._watch(call, step, phase)
+        while True:
+            verdict = control.get(key, self.patience.look_s)
+            if verdict is not None:
+                return msgspec.msgpack.decode(verdict, type=_Verdict)
+            failures = watch.look()
+            if not failures and watch.left:  # without a verdict, or it came just now
+                failures = [Failure(0, "gone", f"left without a verdict on {phase!r}")]
+            if failures and control.get(key, 0) is None:
+                return self._give_up(call, key, failures)
+
+    def _decide(self, key: str, verdict: _Verdict) -> _Verdict:
+        """The verdict, or the one that somebody else gave before."""
+        standing = self._control.claim(key, msgspec.msgpack.encode(verdict))
+        return msgspec.msgpack.decode(standing, type=_Verdict)
+
+    def _give_up(self, call: _Call, key: str, failures: list[Failure]) -> _Verdict:
+        """Decide for all that rank 0 is lost, unless it decided something meanwhile."""
+        if self._control.claim(f"{call.number}/commit", b"given up") == b"commit":
+            for failure in failures:
+                failure.text += "; it was committing: the checkpoint is whole if it exists"
+        return self._decide(key, _Verdict(failures))
+
+    def _collect(
+        self, call: _Call, step: int, phase: str, counted: int, word: bytes | None
+    ) -> _Verdict:
+        """The coordinator's verdict once all have posted, or once somebody is lost."""
+        control, enough = self._control, self.world_size * (step + 1)
+        watch = self._watch(call, step, phase)
+        failures: list[Failure] = []
+        while counted % FAILED < enough:
+            counted = control.count(f"{call.number}/n", enough, self.patience.look_s)
+            if counted % FAILED >= enough:
+                break
+            self._heart.advance()
+            failures = watch.look() or [
+                Failure(rank, "gone", f"ended the call while the others were in {phase!r}")
+                for rank in watch.left
+            ]
+            if failures:
+                break
+        failed = counted // FAILED - call.failed
+        if failed:
+            call.failed += failed
+            keys = [f"{call.number}/{step}/{rank}" for rank in range(self.world_size)]
+            call.keys.extend(keys)
+            posted = self._await_posted(keys, failed)
+            told = {failure.rank: failure for failure in posted}
+            failures = [*told.values(), *(f for f in failures if f.rank not in told)]
+        if failures:
+            return _Verdict(failures)
+        apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
+        return _Verdict(connect=apart > 0, word=word)
+
+    def _await_posted(self, keys: list[str], number: int) -> list[Failure]:
+        """The texts of failures that were counted; a text may be visible after its count."""
+        deadline = time.monotonic() + self.patience.gone_s
+        while True:
+            posted = [data for data in self._control.get_many(keys) if data is not None]
+            if len(posted) >= number or time.monotonic() > deadline:
+                return [msgspec.msgpack.decode(data, type=Failure) for data in posted]
+            time.sleep(0.01)
+
+    def _forget_earlier(self, call: _Call) -> None:
+        """All ranks are in this call, so none needs the keys of the one before."""
+        if self.rank == 0:
+            self._control.forget(self._old_keys)
+            self._old_keys = call.keys
+
+    # --- bulk
+
+    def _move(self, phase: str, work: Callable[[Bulk], T]) -> T:
+        bulk = self._bulk
+        assert bulk is not None
+        self._heart.advance()
+        return self._watched(phase, lambda: work(bulk))
+
+    def _watched(self, phase: str, work: Callable[[], T]) -> T:
+        """Do something that blocks on other ranks, and watch them meanwhile."""
+        call = self._call
+        assert call is not None
+        watch = self._watch(call, call.step, phase)
+
+        def tick() -> None:
+            self._heart.advance()
+            call.failures = watch.look(bulk=True)
+            if call.failures:
+                raise merge_failures(call.failures)
+
+        try:
+            return self._helper.run(work, tick, self.patience.look_s)
+        except Exception as error:
+            self._helper.stop()
+            if call.failures or isinstance(error, RankError):
+                raise
+            raise self._blame(call, phase, error, tick) from error
+
+    def _blame(
+        self, call: _Call, phase: str, error: Exception, tick: Callable[[], None]
+    ) -> Exception:
+        """Bytes stopped flowing, and the plane they flow on names nobody: heartbeats do."""
+        deadline = time.monotonic() + 2 * self.patience.gone_s
+        try:
+            while time.monotonic() < deadline:
+                time.sleep(self.patience.look_s)
+                tick()
+        except RankError as found:
+            return found
+        text = f"exchange of bytes failed in {phase!r} though every rank is alive: {error}"
+        call.failures = [Failure(self.rank, type(error).__qualname__, text)]
+        return merge_failures(call.failures)
+
+    def _watch(self, call: _Call, step: int, phase: str) -> Watch:
+        return Watch(
+            self._control,
+            [0] if self.rank else range(1, self.world_size),
+            call=call.number,
+            step=step,
+            phase=phase,
+            timeout_s=self.timeout_s,
+            patience=self.patience,
+        )
+
+    def _drop_bulk(self) -> None:
+        bulk, self._bulk = self._bulk, None
+        if bulk is not None:
+            with contextlib.suppress(Exception):
+                bulk.close()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """End the bulk plane, and take this rank's keys out of the control plane."""
+        self._drop_bulk()
+        with contextlib.suppress(RankError):
+            self._control.forget([beat_key(self.rank), *self._old_keys])
+        self._old_keys = []
+        self._control.close()
 
 
-class _SharedDict:
-    """The control plane of threads."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
-
-    def set(self, key: str, value: bytes) -> None:
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key: str, timeout_s: float) -> bytes | None:
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._values, timeout_s)
-            return self._values.get(key)
-
-    def forget(self, prefix: str) -> None:
-        with self._changed:
-            for key in [key for key in self._values if key.startswith(prefix)]:
-                del self._values[key]
+def _same_for_all(parts: Sequence[bytes]) -> bytes | None:
+    return parts[0] if all(part is parts[0] for part in parts) else None
 
 
-class _ThreadBulk:
-    """The bulk plane of threads, over the same dict."""
+class _Call:
+    """One collective call, as far as it has come."""
 
-    def __init__(self, rank: int, world_size: int, space: _SharedDict, timeout_s: float) -> None:
-        self._rank = rank
-        self._world = world_size
-        self._space = space
-        self._timeout_s = timeout_s
-        self._count = itertools.count()
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.step = -1
+        self.keys = [f"{number}/{key}" for key in ("n", "apart", "commit", "left")]
+        """What the coordinator removes once all ranks are in the next call."""
+        self.begun = False
+        """Whether a step went well: all ranks are in this call, and have a bulk plane."""
+        self.failures: list[Failure] = []
+        """Why the call failed, once ranks agree on that."""
+        self.failed = 0
+        """How many failed outcomes the coordinator has accounted for."""
 
-    def _take(self, key: str) -> bytes:
-        found = self._space.get(key, self._timeout_s)
-        if found is None:
-            raise RankError(f"no message {key} within {self._timeout_s:.0f} s")
-        return found
-
-    def gather(self, data: bytes) -> list[bytes] | None:
-        turn = next(self._count)
-        self._space.set(f"bulk/{turn}/{self._rank}", data)
-        if self._rank != 0:
-            return None
-        gathered = [self._take(f"bulk/{turn}/{rank}") for rank in range(self._world)]
-        self._space.forget(f"bulk/{turn}/")
-        return gathered
-
-    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
-        turn = next(self._count)
-        if self._rank == 0:
-            assert parts is not None
-            for rank, part in enumerate(parts):
-                self._space.set(f"bulk/{turn}/{rank}", part)
-        return self._take(f"bulk/{turn}/{self._rank}")
-
-    def broadcast(self, data: bytes | None) -> bytes:
-        turn = next(self._count)
-        if self._rank == 0:
-            assert data is not None
-            self._space.set(f"bulk/{turn}/all", data)
-        return self._take(f"bulk/{turn}/all")
+    def next_step(self) -> int:
+        self.step += 1
+        self.failures = []  # a driver may go on after an error, with another attempt
+        self.keys.append(f"{self.number}/{self.step}")
+        return self.step
 
 
 class ThreadRanks:
@@ -338,10 +491,13 @@ class ThreadRanks:
     [0, 10, 20]
     """
 
-    def __init__(self, world_size: int, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, world_size: int, timeout_s: float = 60.0, patience: Patience = Patience()
+    ) -> None:
         """A group of `world_size` ranks that share memory and nothing else."""
         self.world_size = world_size
         self.timeout_s = timeout_s
+        self.patience = patience
 
     def run(self, work: Callable[[Ranks], Any]) -> list[Any]:
         """Run `work(coordinator)` on every rank; returns what each gave, or raises rank 0's error.
@@ -357,12 +513,14 @@ class ThreadRanks:
 
     def outcomes(self, work: Callable[[Ranks], Any]) -> list[Any]:
         """Like `run`, with the error of a rank in place of its result."""
-        space = _SharedDict()
+        space = SharedDict()
         results: list[Any] = [None] * self.world_size
 
         def rank_main(rank: int) -> None:
-            bulk = _ThreadBulk(rank, self.world_size, space, self.timeout_s)
-            ranks = Ranks(rank, self.world_size, space, bulk, self.timeout_s)
+            def connect(name: str) -> Bulk:
+                return ThreadBulk(rank, self.world_size, space, self.timeout_s, name)
+
+            ranks = Ranks(rank, self.world_size, space, connect, self.timeout_s, self.patience)
             try:
                 results[rank] = work(ranks)
             except BaseException as error:

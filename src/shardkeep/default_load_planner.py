@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
 from shardkeep.reads import plan_reads
-from shardkeep.structure import VALUE, Structure, dotted, key_identity
+from shardkeep.structure import TENSOR, VALUE, Structure, dotted, key_identity, key_text
 from shardkeep.tables import StateColumns
 
 __all__ = ["DefaultLoadPlanner", "mismatch_error"]
@@ -132,14 +132,22 @@ class DefaultLoadPlanner(LoadPlanner):
         if structure is None:
             return {}
         saved = dict(_per_rank_worlds(structure.root, ()))
-        return {
-            dotted(path): (
-                f"saved per rank by {saved[path]} ranks, loading on {world}; leave it out with "
-                "keys=..., or load it with shardkeep.open"
+        here = self._flat.structure
+        faults = {}
+        for path, world in _per_rank_worlds(here.root, ()):
+            inside = (
+                n for n, p in zip(here.names, here.paths, strict=True) if p[: len(path)] == path
             )
-            for path, world in _per_rank_worlds(self._flat.structure.root, ())
-            if path in saved and saved[path] != world and self._asked(dotted(path))
-        }
+            if (
+                path in saved
+                and saved[path] != world
+                and any(map(self._asked, [dotted(path), *inside]))
+            ):
+                faults[dotted(path)] = (
+                    f"saved per rank by {saved[path]} ranks, loading on {world}; leave it out with "
+                    "keys=..., or load it with shardkeep.open"
+                )
+        return faults
 
     def _fault(self, adapter: ArrayAdapter, value: object, name: str, row: int) -> str:
         """Why the target does not fit the stored tensor, or nothing."""
@@ -187,15 +195,18 @@ class DefaultLoadPlanner(LoadPlanner):
             if not any(fnmatchcase(n, glob) for glob in self.optional)
             and not (per_rank and n.startswith(per_rank))
         ]
+        missing += [
+            glob
+            for glob in self.keys or ()
+            if not any(fnmatchcase(name, glob) for name in wanted)  # a slip, not a request
+        ]
         unexpected: list[str] = []
         skipped: list[str] = []
-        for names, is_tensor in ((stored.tensors.names, True), (stored.values_table.names, False)):
-            for name in names:
-                if name in wanted or (per_rank and name.startswith(per_rank)):
-                    continue
-                top, inner = _split_top(name)
-                asked = self._asked(name) and (top in tops if inner else is_tensor)
-                (unexpected if asked and self.keys is None else skipped).append(name)
+        for name, top in self._stored_tops():
+            if name in wanted or (per_rank and name.startswith(per_rank)):
+                continue
+            asked = top is None or top in tops
+            (unexpected if asked and self.keys is None else skipped).append(name)
         self.missing, self.unexpected, self.skipped = (
             tuple(absent),
             tuple(unexpected),
@@ -206,6 +217,19 @@ class DefaultLoadPlanner(LoadPlanner):
                 missing if self.strict else (), unexpected if self.strict else (), mismatched
             )
         return global_plan
+
+    def _stored_tops(self) -> Iterator[tuple[str, str | None]]:
+        """Each stored name and the top-level container it is in; a top-level tensor is in none.
+
+        A top-level value is its own: nobody asks for it but by its name.
+        """
+        structure = self._metadata.planner_data
+        assert structure is not None
+        for name, path, kind in zip(structure.names, structure.paths, structure.kinds, strict=True):
+            if len(path) > 1:
+                yield name, _split_top(key_text(path[0]))[0]
+            else:
+                yield name, None if kind == TENSOR else f"{name} itself"
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """Nothing is left to do."""

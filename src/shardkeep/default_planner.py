@@ -13,7 +13,7 @@ import xxhash
 from shardkeep import tree, values
 from shardkeep.arrays import LocalArray, Source, adapter_of
 from shardkeep.columns import Boxes, Column, order_by
-from shardkeep.errors import UnsupportedValueError
+from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.global_plan import join_plans
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from shardkeep.planner import (
@@ -108,6 +108,7 @@ class DefaultSavePlanner(SavePlanner):
         tensor, replicas, digests = [], [], []
         compare = self._place.world_size > 1 and self.check_replicas != "off"
         for row, array in enumerate(arrays):
+            self._check_declared(array, names[tensor_leaf[row]])
             declared = _replica_number(array.replicas)
             for piece in array.pieces:
                 nbytes = math.prod(piece.box.sizes) * array.dtype.itemsize
@@ -142,6 +143,17 @@ class DefaultSavePlanner(SavePlanner):
         )
         value_names = [names[leaf] for leaf in value_leaf]
         return WriteItems(tensors, table, value_names, range(len(value_names)), local)
+
+    def _check_declared(self, array: LocalArray, name: str) -> None:
+        """A rank that declares replicas by number must be one of them."""
+        ranks = array.replicas
+        if ranks and array.pieces and all(type(rank) is int for rank in ranks):
+            place = self._place
+            if place.rank not in ranks or not all(0 <= r < place.world_size for r in ranks):  # type: ignore[operator]
+                raise PlanError(
+                    f"{name}: rank {place.rank} of {place.world_size} declares its pieces to be "
+                    f"held by ranks {ranks}; it must be one of them"
+                )
 
     def _digest(self, source: Source, nbytes: int, itemsize: int) -> bytes:
         """All bytes of a small tensor; of a large one all, or its two ends and its middle."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from shardkeep.errors import UnsupportedValueError
+from shardkeep.errors import MissingDependencyError, UnsupportedValueError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,12 @@ class DType:
         if not self.numpy:
             return self.bits()
         found = getattr(ml_dtypes, self.numpy, None)
-        return np.dtype(found if found is not None else self.numpy)
+        try:
+            return np.dtype(found if found is not None else self.numpy)
+        except TypeError as error:
+            raise MissingDependencyError(
+                f"elements of type {self.name} need a newer ml_dtypes than {ml_dtypes.__version__}"
+            ) from error
 
     def bits(self) -> np.dtype[np.generic]:
         """A dtype of the same size whose copies keep every bit."""

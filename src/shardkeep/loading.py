@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from shardkeep.arrays import LocalTarget, SinkPiece
-from shardkeep.coordination import Coordinator
+from shardkeep.arrays import LocalTarget, Memory
+from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_load_planner import DefaultLoadPlanner, mismatch_error
-from shardkeep.errors import CheckpointError, MismatchError, StorageError, UnsafeCheckpointError
-from shardkeep.metadata import Metadata
+from shardkeep.errors import StorageError
+from shardkeep.metadata import ChunkStorageMetadata, Metadata
 from shardkeep.planner import LoadPlan, Place, ReadItems
 from shardkeep.storage import StorageReader
 from shardkeep.wire import decode_load_plan, encode_load_plan
@@ -55,6 +56,7 @@ def run_load(
     reader: StorageReader,
     planner: DefaultLoadPlanner,
     coordinator: Coordinator,
+    options: Mapping[str, Any] | None = None,
     planned: Callable[[int], None] = lambda nbytes: None,
 ) -> LoadResult:
     """Fill `state` on every rank of the group.
@@ -62,15 +64,29 @@ def run_load(
     A checkpoint that is replaced while it is being read is read once more from the start.
     """
     try:
-        return _load_once(state, reader, planner, coordinator, planned)
-    except StorageError as error:
-        if not error.transient:
-            raise
-        log.warning("reading again: %s", error)
-        reader.reset()
-        return _load_once(state, reader, planner, coordinator, planned)
+        with coordinator.call("load"):
+            _agree_on(options or {}, coordinator)
+            try:
+                return _load_once(state, reader, planner, coordinator, planned)
+            except StorageError as error:
+                if not error.transient:
+                    raise
+                log.warning("reading again: %s", error)
+                reader.reset()
+                return _load_once(state, reader, planner, coordinator, planned)
     finally:
         reader.close()
+
+
+def _agree_on(options: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """Ranks must have been asked for the same thing."""
+    if coordinator.world_size > 1:
+
+        def join(told: list[bytes]) -> list[bytes]:
+            check_same(told, "loads")
+            return [b""] * coordinator.world_size
+
+        coordinator.gather_scatter("set up", lambda: encode_asked(options), join)
 
 
 def _load_once(
@@ -90,20 +106,13 @@ def _load_once(
     planned(_wanted_bytes(plan))
     ready = time.perf_counter()
 
+    # Values first, on all ranks: they are small, and may still refuse the load.
+    coordinator.agree("read values", lambda: reader.read_bytes(plan, planner))
     delivered: list[int] = []
-
-    def read() -> None:
-        try:
-            delivered.append(reader.read_data(plan, planner))
-        except (MismatchError, UnsafeCheckpointError):
-            raise  # refused while only values had been read
-        except CheckpointError as error:
-            error.add_note("the contents of the targets are undefined now")
-            raise
-
-    coordinator.agree("read", read)
     filled: list[object] = []
-    coordinator.agree("fill", lambda: filled.append(planner.fill()))
+    with _undefined_after_errors():
+        coordinator.agree("read", lambda: delivered.append(reader.read_data(plan, planner)))
+        coordinator.agree("fill", lambda: filled.append(planner.fill()))
     done = time.perf_counter()
     stats = {"open_s": opened - begun, "plan_s": ready - opened, "read_s": done - ready}
     return LoadResult(
@@ -114,6 +123,15 @@ def _load_once(
         delivered[0],
         stats,
     )
+
+
+@contextlib.contextmanager
+def _undefined_after_errors() -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        error.add_note("The contents of the targets are undefined now.")
+        raise
 
 
 def _open(reader: StorageReader, coordinator: Coordinator, place: Place) -> Metadata:
@@ -173,35 +191,32 @@ def _wanted_bytes(plan: LoadPlan) -> int:
 
 def check_ties(targets: Sequence[tuple[str, LocalTarget]], reader: StorageReader) -> None:
     """Targets that share memory must be filled with the same bytes."""
-    pieces = [
-        (piece.memory.device, *piece.memory.bounds(), name, piece)
-        for name, target in targets
-        for piece in target.pieces
-        if piece.memory is not None
-    ]
+    groups: dict[tuple[Memory, ChunkStorageMetadata], list[str]] = {}
+    for name, target in targets:
+        for piece in target.pieces:
+            if piece.memory is not None:
+                groups.setdefault((piece.memory, piece.box), []).append(name)
     faults: dict[str, str] = {}
-    near: list[tuple[str, int, int, str, SinkPiece]] = []
-    for item in sorted(pieces, key=lambda item: item[:3]):
-        device, low, _, name, piece = item
-        near = [other for other in near if other[0] == device and other[2] > low]
-        for _, _, _, other, earlier in near:
-            if not _same_bytes(name, piece, other, earlier, reader):
-                faults[name] = (
-                    f"shares memory with {other}, but the two are stored with different contents "
-                    "or shapes; untie the target, or leave one out with keys=..."
-                )
-        near.append(item)
+    for names in groups.values():
+        for name in names[1:]:
+            if name != names[0] and not reader.same_content(names[0], name):
+                faults[name] = _tie_text(names[0])
+    near: list[tuple[int, Memory, str]] = []
+    for (memory, _), names in sorted(
+        groups.items(), key=lambda item: (item[0][0].device, *item[0][0].bounds())
+    ):
+        low, high = memory.bounds()
+        near = [n for n in near if n[1].device == memory.device and n[0] > low]
+        for _, earlier, other in near:
+            if memory.overlaps(earlier):
+                faults[names[0]] = _tie_text(other)
+        near.append((high, memory, names[0]))
     if faults:
         raise mismatch_error((), (), faults)
 
 
-def _same_bytes(
-    name: str, piece: SinkPiece, other: str, earlier: SinkPiece, reader: StorageReader
-) -> bool:
-    assert piece.memory is not None
-    assert earlier.memory is not None
-    if not piece.memory.overlaps(earlier.memory):
-        return True
-    if piece.memory != earlier.memory or piece.box != earlier.box:
-        return False
-    return name == other or reader.same_content(name, other)
+def _tie_text(other: str) -> str:
+    return (
+        f"shares memory with {other}, but the two are stored with different contents or shapes; "
+        "untie the target, or leave one out with keys=..."
+    )

@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.coordination import Coordinator
+from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.errors import PlanError
 from shardkeep.metadata import Metadata, MetadataIndex
 from shardkeep.planner import Place, SavePlan, SavePlanner
 from shardkeep.storage import StorageWriter, WriteResult
@@ -44,12 +43,12 @@ class SaveResult:
     """Bytes of all tensors in it, replicas and ties counted once."""
     stats: Mapping[str, float]
     """Seconds of each phase, bytes and files of this rank."""
-    _read_metadata: Callable[[], Metadata] = field(repr=False, compare=False, kw_only=True)
+    _read_metadata: Callable[[str], Metadata] = field(repr=False, compare=False, kw_only=True)
 
     @property
     def metadata(self) -> Metadata:
-        """What was stored; opens the index when looked at."""
-        return self._read_metadata()
+        """What was stored; opens the index when looked at, while this save is the one there."""
+        return self._read_metadata(self.save_id)
 
 
 class _Committed(msgspec.Struct):
@@ -66,17 +65,41 @@ def run_save(
     planner: SavePlanner,
     coordinator: Coordinator,
     options: Mapping[str, Any],
-    read_metadata: Callable[[], Metadata],
+    read_metadata: Callable[[str], Metadata],
     planned: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveResult:
     """Save `state` from every rank of the group; returns once it is committed everywhere."""
+    with coordinator.call("save"):
+        return _run_save(
+            state,
+            checkpoint_id=checkpoint_id,
+            writer=writer,
+            planner=planner,
+            coordinator=coordinator,
+            options=options,
+            read_metadata=read_metadata,
+            planned=planned,
+        )
+
+
+def _run_save(
+    state: object,
+    *,
+    checkpoint_id: str,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    coordinator: Coordinator,
+    options: Mapping[str, Any],
+    read_metadata: Callable[[str], Metadata],
+    planned: Callable[[int], None],
+) -> SaveResult:
     place = Place(coordinator.rank, coordinator.world_size)
     clock = _Clock()
     committing = False
     try:
         word = coordinator.gather_scatter(
             "set up",
-            lambda: msgspec.msgpack.encode({"checkpoint_id": checkpoint_id, **options}),
+            lambda: encode_asked({"checkpoint_id": checkpoint_id, **options}),
             lambda told: [_lead_set_up(told, writer, place)] * place.world_size,
         )
         if place.world_size > 1:
@@ -95,7 +118,7 @@ def run_save(
         answer = coordinator.gather_scatter(
             "commit",
             lambda: _encode_results(results),
-            lambda told: [_commit(told, writer, metadata)] * place.world_size,
+            lambda told: [_commit(told, writer, metadata, coordinator)] * place.world_size,
         )
         writer.settle()
         clock.lap("commit")
@@ -118,15 +141,7 @@ def run_save(
 
 def _lead_set_up(told: list[bytes], writer: StorageWriter, place: Place) -> bytes:
     """Ranks must have been asked for the same thing."""
-    asked = [msgspec.msgpack.decode(part) for part in told]
-    for rank, other in enumerate(asked):
-        differing = [key for key in asked[0] if other.get(key) != asked[0][key]]
-        if differing:
-            key = differing[0]
-            raise PlanError(
-                f"ranks were asked for different saves: {key} is {asked[0][key]!r} on rank 0 and "
-                f"{other.get(key)!r} on rank {rank}"
-            )
+    check_same(told, "saves")
     return writer.set_up_storage_writer(place)
 
 
@@ -187,8 +202,14 @@ def _decode_results(data: bytes) -> list[WriteResult]:
     ]
 
 
-def _commit(told: list[bytes], writer: StorageWriter, metadata: Metadata | None) -> bytes:
+def _commit(
+    told: list[bytes], writer: StorageWriter, metadata: Metadata | None, coordinator: Coordinator
+) -> bytes:
     assert metadata is not None
+    if hasattr(writer, "before_commit"):
+        writer.before_commit = coordinator.may_commit
+    else:
+        coordinator.may_commit()
     final = writer.finish(metadata, [_decode_results(part) for part in told])
     meta = final.storage_meta
     save_id = (meta.save_id if meta is not None else None) or ""

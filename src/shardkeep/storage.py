@@ -100,7 +100,7 @@ class StorageWriter(ABC):
 
 class StorageReader(ABC):
     """Called `reset`, `read_metadata`, `set_up_storage_reader`, `prepare_local_plan`,
-    `prepare_global_plan` (coordinator), `read_data`.
+    `prepare_global_plan` (coordinator), `read_bytes`, `read_data`.
     """
 
     @abstractmethod
@@ -128,8 +128,15 @@ class StorageReader(ABC):
         """Look at all plans. Runs on the coordinator."""
 
     @abstractmethod
+    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Hand the plain values of the plan to `planner.load_bytes`, which may refuse them.
+
+        Every rank has done so before any rank reads a tensor.
+        """
+
+    @abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Read everything in the plan into its place; returns the payload bytes delivered."""
+        """Read the tensors of the plan into their places; returns the payload bytes delivered."""
 
     def same_content(self, first: str, second: str) -> bool:
         """Whether two stored tensors are known to have equal bytes, without reading them."""
@@ -173,6 +180,8 @@ def _third_party() -> list[Any]:
 
 
 def _find(checkpoint_id: CheckpointId, role: str) -> Any:
+    if not isinstance(os.fspath(checkpoint_id), str):
+        raise TypeError(f"checkpoint_id is {checkpoint_id!r}; pass text or a pathlib.Path")
     for kinds in (_kinds, _third_party):
         for kind in kinds():
             cls = getattr(kind, role)

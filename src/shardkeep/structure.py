@@ -37,13 +37,18 @@ def dotted(path: Path) -> str:
 
 def key_text(key: Key) -> str:
     """A key as it stands in a name: `str`, where that is the same in every process."""
-    if type(key) in (str, int, bool, float, bytes) or key is None:
+    if type(key) in (str, bool, float, bytes) or key is None or _is_short(key):
         return str(key)
     if type(key) is tuple:
         items = [repr(item) if type(item) is str else key_text(item) for item in key]
         return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
     # Sets print in any order, numpy's scalars by version, paths by system: only bytes are alike.
     return f"{type(key).__name__}:{values.encode_key(key, where='').hex()}"
+
+
+def _is_short(key: Key) -> bool:
+    # Python refuses to print integers of thousands of digits.
+    return type(key) is int and key.bit_length() <= 4096
 
 
 def bracketed(path: Path) -> str:
@@ -54,7 +59,7 @@ def bracketed(path: Path) -> str:
             out += f".{key}" if out else key
         elif type(key) is str:
             out += "[" + msgspec.json.encode(key).decode() + "]"
-        elif type(key) is int:
+        elif _is_short(key):
             out += f"[{key}]"
         else:
             out += f"[{type(key).__name__} {key_text(key)}]"
@@ -131,7 +136,7 @@ class Structure:
             for name, path in zip(self._names, self.paths, strict=True):
                 if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
                     raise UnsupportedValueError(
-                        f"the name of {path[0]!r}... is {len(name.encode())} bytes long; "
+                        f"the name of {key_text(path[0])[:80]}... is {len(name.encode())} bytes long; "
                         f"at most {MAX_NAME_BYTES} can be stored"
                     )
         return self._names

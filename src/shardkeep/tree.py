@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from shardkeep import values
 from shardkeep.arrays import ArrayAdapter, adapter_of
-from shardkeep.errors import UnsupportedValueError
+from shardkeep.errors import MismatchError, UnsupportedValueError
 from shardkeep.structure import (
     MAX_DEPTH,
     TENSOR,
@@ -110,6 +110,9 @@ def _splits(value: object, depth: int = 0) -> bool:
 # --- taking a state apart -----------------------------------------------------------------------
 
 
+States = dict[int, tuple[object, Mapping[str, Any]]]
+
+
 @dataclass(slots=True)
 class FlatState:
     """A state taken apart: its leaves in order, and the nesting around them."""
@@ -118,8 +121,8 @@ class FlatState:
     """In the order of the structure."""
     structure: Structure
     """The nesting."""
-    states: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    """What each `Stateful` gave, by identity."""
+    states: States = field(default_factory=dict)
+    """What each `Stateful` gave, by identity; held, so that no identity is used twice."""
 
 
 def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
@@ -130,12 +133,18 @@ def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
     return FlatState(walk.leaves, Structure(root), states)
 
 
-def _ask_statefuls(state: object) -> dict[int, Mapping[str, Any]]:
+def _ask_statefuls(state: object) -> States:
     """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective."""
-    states: dict[int, Mapping[str, Any]] = {}
-    keep: list[object] = []
+    states: States = {}
     pending: list[object] = [state]
+    rounds = 0
     while pending:
+        rounds += 1
+        if rounds > MAX_DEPTH:
+            raise UnsupportedValueError(
+                f"state_dict() of a {type(next(reversed(states.values()))[0]).__qualname__} gives "
+                f"further objects to ask, more than {MAX_DEPTH} deep"
+            )
         found: dict[int, tuple[str, object]] = {}
         for part in pending:
             for path, value in _find_statefuls(part, (), 0):
@@ -149,10 +158,20 @@ def _ask_statefuls(state: object) -> dict[int, Mapping[str, Any]]:
                     f"state_dict() of a {type(value).__qualname__} gave a "
                     f"{type(given).__qualname__}, expected a mapping"
                 )
-            states[id(value)] = given
-            keep.append(value)
+            states[id(value)] = (value, given)
             pending.append(given)
     return states
+
+
+def given_state(states: States, value: object, path: Path) -> Mapping[str, Any]:
+    """What a `Stateful` gave when it was asked."""
+    known, given = states.get(id(value), (None, {}))
+    if known is not value:
+        raise UnsupportedValueError(
+            f"{dotted(path)}: the container makes a new {type(value).__qualname__} each time it is "
+            "read; put the objects themselves into the state"
+        )
+    return given
 
 
 def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Path, object]]:
@@ -173,7 +192,7 @@ def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Pat
 class _Walk:
     """One pass over a state, collecting leaves."""
 
-    def __init__(self, states: dict[int, Mapping[str, Any]], rank: int, world_size: int) -> None:
+    def __init__(self, states: States, rank: int, world_size: int) -> None:
         self.states = states
         self.rank = rank
         self.world_size = world_size
@@ -196,7 +215,7 @@ class _Walk:
         if _is_sequence(value) and _splits(value):
             return self._sequence(value, path, depth)  # type: ignore[arg-type]
         if is_stateful(value):
-            return self.node(self.states[id(value)], path, depth)
+            return self.node(given_state(self.states, value, path), path, depth)
         self.leaves.append(Leaf(path, value, VALUE))
         return VALUE
 
@@ -276,6 +295,7 @@ class _Fill:
         self.results = results
         self.at = 0
         self.statefuls: list[tuple[str, Stateful, Mapping[str, Any]]] = []
+        self._seen: dict[int, tuple[Path, int, int]] = {}
 
     def node(self, value: Any, path: Path = ()) -> Any:
         adapter = adapter_of(value)
@@ -290,19 +310,38 @@ class _Fill:
         if isinstance(value, PerRank):
             return PerRank(self.node(value.value, path))
         if is_split_mapping(value):
-            return self._mapping(value, path)
+            begun = self.at
+            filled_mapping = self._mapping(value, path)
+            self._check_shared(value, path, begun)
+            return filled_mapping
         if _is_sequence(value) and _splits(value):
+            begun = self.at
             filled = [self.node(child, (*path, i)) for i, child in enumerate(value)]
+            self._check_shared(value, path, begun)
             if type(value) is list:
                 value[:] = filled
                 return value
             return type(value)(*filled) if _is_named_tuple(value) else tuple(filled)
         if is_stateful(value):
-            given = self.flat.states[id(value)]
-            filled_state = self.node(given, path)
+            filled_state = self.node(given_state(self.flat.states, value, path), path)
             self.statefuls.append((dotted(path), value, filled_state))
             return value
         return self._leaf()
+
+    def _check_shared(self, value: object, path: Path, begun: int) -> None:
+        """One container at two places can hold only one of two contents."""
+        first = self._seen.setdefault(id(value), (path, begun, self.at))
+        if first[0] == path:
+            return
+        for one, two in zip(range(first[1], first[2]), range(begun, self.at), strict=True):
+            if self.flat.leaves[two].kind == VALUE and not values.same(
+                self.results[one], self.results[two]
+            ):
+                raise MismatchError(
+                    f"{dotted(first[0])} and {dotted(path)} are one {type(value).__name__} in the "
+                    "target, but are stored with different contents; give each its own",
+                    mismatched={dotted(path): f"is the same object as {dotted(first[0])}"},
+                )
 
     def _leaf(self) -> object:
         self.at += 1

@@ -233,5 +233,17 @@ def test_tied_parameters_are_stored_once(tmp_path):
 
 def test_a_stride_zero_target_is_refused(tmp_path):
     shardkeep.save({"x": torch.ones(3, 4)}, tmp_path)
-    with pytest.raises(UnsupportedValueError, match="stride 0"):
+    with pytest.raises(UnsupportedValueError, match="share memory"):
         shardkeep.load({"x": torch.zeros(1, 4).expand(3, 4)}, tmp_path)
+    with pytest.raises(UnsupportedValueError, match="share memory"):
+        shardkeep.load({"x": torch.zeros(6).as_strided((3, 4), (1, 1))}, tmp_path)
+
+
+def test_device_memory_without_dimensions():
+    """Counters of optimizers on an accelerator; the copy is the same on the host."""
+    from shardkeep.adapters.torch_tensors import DeviceSink
+    from shardkeep.dtypes import lookup
+
+    scalar = torch.zeros(())
+    DeviceSink(scalar).put((), np.array(3, np.float32), lookup("float32"))
+    assert scalar.item() == 3

@@ -54,13 +54,14 @@ class NumpyArrays:
         array = _checked(value, where)
         if not array.flags.writeable:
             raise UnsupportedValueError(f"{where}: the target array is read-only")
-        steps = zip(array.strides, array.shape, strict=True)
-        if array.size and any(step == 0 and n > 1 for step, n in steps):
+        memory = _memory(array)
+        if memory is not None and memory.may_repeat():
             raise UnsupportedValueError(
-                f"{where}: elements of the target share memory (stride 0); load into a copy"
+                f"{where}: elements of the target share memory (its strides overlap); load into a "
+                "copy"
             )
         dtype = _dtype_of(array, where)
-        piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), _memory(array))
+        piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
         return LocalTarget(array.shape, dtype, (piece,), value)
 
     def parts(self, value: object, where: str) -> ArrayParts | None:

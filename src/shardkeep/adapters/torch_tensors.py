@@ -9,6 +9,7 @@ its data pointer and is refused by name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from shardkeep.dtypes import TABLE, DType
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.metadata import TensorProperties
 
-__all__ = ["ADAPTER"]
+__all__ = ["ADAPTER", "properties_of"]
 
 Array = npt.NDArray[np.generic]
 
@@ -64,10 +65,10 @@ class TorchTensors:
             and not tensor.is_contiguous()
             and tensor.is_contiguous(memory_format=torch.channels_last)
         )
-        properties = TensorProperties(
+        properties = properties_of(
             dtype.name,
-            requires_grad=tensor.requires_grad,
-            memory_format="channels_last" if channels_last else "contiguous_format",
+            tensor.requires_grad,
+            "channels_last" if channels_last else "contiguous_format",
         )
         shape = tuple(tensor.shape)
         piece = SourcePiece(whole(shape), _source(tensor, dtype))
@@ -86,10 +87,11 @@ class TorchTensors:
             result = tensor = _allocate(tensor, device)
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedValueError(f"{where}: the target is a lazy conjugate or negative view")
-        steps = zip(tensor.stride(), tensor.shape, strict=True)
-        if tensor.numel() and any(step == 0 and n > 1 for step, n in steps):
+        memory = _memory(tensor)
+        if memory is not None and memory.may_repeat():
             raise UnsupportedValueError(
-                f"{where}: elements of the target share memory (stride 0); load into a copy"
+                f"{where}: elements of the target share memory (its strides overlap); load into a "
+                "copy"
             )
         plain = tensor.detach()
         sink: Sink
@@ -98,15 +100,13 @@ class TorchTensors:
         else:
             sink = DeviceSink(plain)
         shape = tuple(plain.shape)
-        piece = SinkPiece(whole(shape), sink, _memory(plain))
+        piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
 
     def parts(self, value: object, where: str) -> ArrayParts | None:
         """Inner tensors of a wrapper subclass."""
         assert isinstance(value, torch.Tensor)
         if type(value) in _PLAIN or not hasattr(value, "__tensor_flatten__"):
-            return None
-        if _is_dtensor(value):
             return None
         names, context = value.__tensor_flatten__()
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -123,8 +123,12 @@ class TorchTensors:
         return _tensor_of(array, dtype)
 
 
-def _is_dtensor(value: object) -> bool:
-    return any(cls.__name__ == "DTensor" for cls in type(value).__mro__)
+@cache
+def properties_of(
+    dtype: str, requires_grad: bool, memory_format: str = "contiguous_format"
+) -> TensorProperties:
+    """What is recorded of a tensor; thousands of tensors share a handful."""
+    return TensorProperties(dtype, requires_grad=requires_grad, memory_format=memory_format)
 
 
 def _plain_context(context: object) -> object:
@@ -246,7 +250,8 @@ class DeviceSink:
     def put(self, offsets: tuple[int, ...], block: Array, dtype: DType) -> None:
         """Send a block over; the host buffer is free again on return."""
         source = _tensor_of(np.ascontiguousarray(block), dtype)
-        self.tensor[region(offsets, block.shape)].copy_(source)
+        # A contiguous copy of a block without dimensions has one.
+        self.tensor[region(offsets, block.shape)].copy_(source.reshape(block.shape))
 
 
 ADAPTER = TorchTensors()

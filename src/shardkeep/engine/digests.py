@@ -55,7 +55,9 @@ def algorithm(name: str) -> Algorithm:
         return Algorithm(name, 16, xxhash.xxh3_128_digest, xxhash.xxh3_128)
     if name == "blake3":
         return _blake3()
-    raise FormatError(f"digest algorithm {name!r} is unknown; a newer version may read it")
+    raise FormatError(
+        f"digest algorithm {name!r} is unknown: its name is damaged, or a newer version wrote it"
+    )
 
 
 @dataclass(frozen=True, slots=True)

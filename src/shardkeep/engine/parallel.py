@@ -32,6 +32,7 @@ def run_in_order(tasks: Iterable[T], work: Callable[[T], None], threads: int) ->
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def worker() -> None:
+        error: BaseException | None = None
         try:
             while not stopped.is_set():
                 with lock:
@@ -39,31 +40,40 @@ def run_in_order(tasks: Iterable[T], work: Callable[[T], None], threads: int) ->
                 if task is _END:
                     break
                 work(task)  # type: ignore[arg-type]
-        except BaseException as error:
+        except BaseException as caught:
             stopped.set()
-            ended.put(error)
-        else:
-            ended.put(None)
+            error = caught
+        ended.put(error)
 
-    for number in range(threads):
-        threading.Thread(target=worker, name=f"shardkeep-io-{number}", daemon=True).start()
-    first: BaseException | None = None
-    left = threads
+    started: list[threading.Thread] = []
     try:
-        while left and first is None:
-            first = ended.get()
-            left -= 1
+        for number in range(threads):
+            thread = threading.Thread(target=worker, name=f"shardkeep-io-{number}", daemon=True)
+            started.append(thread)
+            thread.start()
+        first = _wait(started, ended)
     except BaseException as interrupt:
         first = interrupt
     stopped.set()
-    # After an error, let the others end what they are doing; but not for ever.
-    deadline = time.monotonic() + GRACE_S
-    while left and first is not None and (remaining := deadline - time.monotonic()) > 0:
-        with contextlib.suppress(queue.Empty):
-            ended.get(timeout=remaining)
-            left -= 1
     if first is not None:
+        # Let the others end what they are doing, so that nothing moves after this; not for ever.
+        deadline = time.monotonic() + GRACE_S
+        for thread in started:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
         raise first
+
+
+def _wait(
+    started: list[threading.Thread], ended: queue.SimpleQueue[BaseException | None]
+) -> BaseException | None:
+    """The first error, or None once every thread has ended without one."""
+    while any(thread.is_alive() for thread in started) or not ended.empty():
+        with contextlib.suppress(queue.Empty):
+            error = ended.get(timeout=0.5)
+            if error is not None:
+                return error
+    return None
 
 
 _END = object()

@@ -2,7 +2,7 @@
 """A directory of a local or shared file system, one small operation at a time.
 
 Every operation that the commit depends on is a method here, so that a recording store can log it
-and replay a crash after any of them. Names are relative; links are never followed.
+and replay a crash after any of them. Names are relative; a link in a file's place is not followed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import stat
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,15 @@ class WriteFile:
     """A file being written, created exclusively; threads share it by position."""
 
     def __init__(self, fd: int, path: Path) -> None:
-        """Own the descriptor until `close`."""
+        """Own the descriptor until `close`, or until nobody holds the file."""
         self.fd = fd
         self.path = path
+        self._closer = weakref.finalize(self, os.close, fd)
+
+    def detach(self) -> int:
+        """Give the descriptor to somebody else, who closes it."""
+        self._closer.detach()
+        return self.fd
 
     def allocate(self, nbytes: int) -> None:
         """Reserve space, so that a full disk shows now. Best effort where it is not supported."""
@@ -77,9 +84,8 @@ class WriteFile:
 
     def close(self) -> None:
         """Close, raising what a late write error left behind."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closer()
 
 
 _SEEKING = threading.Lock()
@@ -133,13 +139,16 @@ class ReadFile:
     """A file being read by position, from any thread."""
 
     def __init__(self, fd: int, path: Path) -> None:
-        """Own the descriptor until `close`."""
+        """Own the descriptor until `close`, or until nobody holds the file."""
         self.fd = fd
         self.path = path
+        self._closer = weakref.finalize(self, os.close, fd)
         self.size = os.fstat(fd).st_size
 
     def read_into(self, out: memoryview, offset: int) -> int:
         """Fill `out` from a position; returns fewer bytes only at the end of the file."""
+        if self.fd < 0:
+            raise StorageError(f"{self.path} was closed; open the checkpoint again")
         done = 0
         while done < len(out):
             got = _read_some(self.fd, out[done:], offset + done)
@@ -150,9 +159,8 @@ class ReadFile:
 
     def close(self) -> None:
         """Let go of the file."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self.fd = -1
+        self._closer()
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +171,19 @@ class Stat:
     """Bytes."""
     modified: float
     """Modification time, by the clock of whoever keeps the file."""
+    changed: float
+    """When its name or contents last changed here; a copy that keeps times is new by this."""
 
 
 class LocalStore:
     """One directory and what is in it."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        """Nothing is touched yet."""
-        self.root = Path(os.path.abspath(os.fspath(root)))
+        """Nothing is touched yet. The path is made absolute, so that `chdir` changes nothing."""
+        path = os.fspath(root)
+        if not isinstance(path, str):
+            raise TypeError(f"the checkpoint's path is {path!r}; pass text or a pathlib.Path")
+        self.root = Path(os.path.abspath(path))
 
     def _path(self, name: str) -> Path:
         return self.root / name if name else self.root
@@ -220,11 +233,11 @@ class LocalStore:
         path = self._path(name)
         flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | _PLAIN_FLAGS
         # A pipe put in a data file's place must not block the reader for ever.
-        fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+        file = ReadFile(os.open(path, flags | getattr(os, "O_NONBLOCK", 0)), path)
+        if not stat.S_ISREG(os.fstat(file.fd).st_mode):
+            file.close()
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return ReadFile(fd, path)
+        return file
 
     def read(self, name: str, limit: int) -> bytes:
         """The whole of a small file; more than `limit` bytes is a `StorageError`."""
@@ -254,7 +267,7 @@ class LocalStore:
     def stat(self, name: str) -> Stat:
         """Size and time of a file; a link counts as itself."""
         found = os.stat(self._path(name), follow_symlinks=False)
-        return Stat(found.st_size, found.st_mtime)
+        return Stat(found.st_size, found.st_mtime, found.st_ctime)
 
     def list(self, name: str = "") -> list[str]:
         """Names in a directory, sorted; none if there is no such directory."""

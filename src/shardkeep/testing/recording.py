@@ -509,7 +509,7 @@ class RecordingStore(LocalStore):
 
 class _RecordingFile(WriteFile):
     def __init__(self, file: WriteFile, log: OperationLog, number: int) -> None:
-        super().__init__(file.fd, file.path)
+        super().__init__(file.detach(), file.path)
         self._log = log
         self._number = number
 

@@ -13,6 +13,7 @@ import re
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -72,6 +73,13 @@ def _absent_text(store: LocalStore) -> str:
     return f"no checkpoint at {store.root}: it holds no {RECORD}"
 
 
+def _collected_text(store: LocalStore) -> str:
+    return (
+        f"the save to {store.root} was given up for dead and collected (its lease is gone); "
+        "nothing was committed. Was this process stopped for an hour?"
+    )
+
+
 class Lease:
     """A save's claim on its own files, from its start to its commit.
 
@@ -95,16 +103,18 @@ class Lease:
         self._file: WriteFile | None = file
         self._stop = threading.Event()
         self._keeper = threading.Thread(
-            target=self._keep, args=(touch_s,), name="shardkeep-lease", daemon=True
+            target=_keep_fresh,
+            args=(file, self._stop, touch_s),
+            name="shardkeep-lease",
+            daemon=True,
         )
-        self._keeper.start()
-
-    def _keep(self, touch_s: float) -> None:
-        while not self._stop.wait(touch_s):
-            file = self._file
-            if file is not None:
-                with contextlib.suppress(OSError):
-                    file.touch()
+        # A lease that nobody holds any more must not stay fresh, whatever interrupted its holder.
+        weakref.finalize(self, self._stop.set)
+        try:
+            self._keeper.start()
+        except BaseException:
+            self.release()
+            raise
 
     def commit(self, data: bytes, *, overwrite: bool, same: Callable[[bytes], bool]) -> None:
         """Make the record visible, whole, in one step. `same(data)` tells our record on disk."""
@@ -127,14 +137,21 @@ class Lease:
                         "checkpoint_id or pass overwrite=True"
                     ) from error
                 if error.errno == errno.ENOENT:
-                    raise StorageError(
-                        f"the save to {store.root} was given up for dead and collected (its lease "
-                        "is gone); nothing was committed. Was this process stopped for an hour?"
-                    ) from error
+                    raise StorageError(_collected_text(store)) from error
                 with storage_errors(f"committing {store.root}"):
                     raise
         with storage_errors(f"syncing {store.root}"):
             store.sync_directory()
+
+    def is_held(self) -> bool:
+        """Whether it is still there; a storage that does not answer does not count."""
+        try:
+            self._store.stat(self.name)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def _publish(self, overwrite: bool) -> None:
         store = self._store
@@ -161,7 +178,8 @@ class Lease:
 
     def _end_keeping(self) -> None:
         self._stop.set()
-        self._keeper.join(5)
+        if self._keeper.ident is not None:
+            self._keeper.join(5)
 
     def release(self) -> None:
         """Give the claim up; after a commit only the temporary name is left to remove."""
@@ -172,6 +190,12 @@ class Lease:
                 file.close()
         with contextlib.suppress(OSError):
             self._store.unlink(self.name)
+
+
+def _keep_fresh(file: WriteFile, stop: threading.Event, touch_s: float) -> None:
+    while not stop.wait(touch_s):
+        with contextlib.suppress(OSError):
+            file.touch()
 
 
 def unlink_all(store: LocalStore, names: Iterable[str], patience_s: float = 0.0) -> list[str]:
@@ -194,7 +218,9 @@ def unlink_all(store: LocalStore, names: Iterable[str], patience_s: float = 0.0)
     return left
 
 
-def wait_visible(store: LocalStore, sizes: dict[str, int], timeout_s: float = VISIBILITY_S) -> None:
+def wait_visible(
+    store: LocalStore, sizes: dict[str, int], lease: Lease, timeout_s: float = VISIBILITY_S
+) -> None:
     """Wait until every file is there with its size: network file systems may show them late."""
     deadline = time.monotonic() + timeout_s
     pause = 0.01
@@ -210,6 +236,8 @@ def wait_visible(store: LocalStore, sizes: dict[str, int], timeout_s: float = VI
                     wrong[name] = f"{found} bytes, expected {size}"
         if not wrong:
             return
+        if not lease.is_held():
+            raise StorageError(_collected_text(store))
         if time.monotonic() >= deadline:
             name, what = next(iter(wrong.items()))
             raise StorageError(
@@ -252,6 +280,7 @@ def collect_garbage(
     if not ids and not probes:
         return GcResult((), 0, ())
     now = _server_time(store)
+    recorded = RECORD in names
     removed, live, nbytes = [], [], 0
 
     def remove(name: str) -> bool:
@@ -268,6 +297,9 @@ def collect_garbage(
             remove(name)
     for save_id in sorted(ids):
         lease = leases.get(save_id)
+        if lease is None and not recorded and _is_young(store, files, save_id, now, stale_s):
+            live.append(save_id)  # a copy of a checkpoint, perhaps, whose record comes last
+            continue
         # The lease goes first: from here on that save can no longer commit, and if it just has, the
         # record read next names its files. A lease that will not go may still commit.
         if lease is not None and (_age(store, lease, now, stale_s) < stale_s or not remove(lease)):
@@ -288,6 +320,18 @@ def _age(store: LocalStore, name: str, now: float, gone: float) -> float:
         return now - store.stat(name).modified
     except FileNotFoundError:
         return gone
+
+
+def _is_young(
+    store: LocalStore, files: list[str], save_id: str, now: float, stale_s: float
+) -> bool:
+    for name in files:
+        if save_id_of(name) == save_id:
+            with contextlib.suppress(OSError):
+                found = store.stat(name)
+                if now - max(found.modified, found.changed) < stale_s:
+                    return True
+    return False
 
 
 def _size(store: LocalStore, name: str) -> int:

@@ -22,6 +22,7 @@ from shardkeep.columns import Boxes, Column, Ints, Strings, starts
 from shardkeep.engine.reading import VerifiedFile
 from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
 from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
+from shardkeep.stores.local import storage_errors
 from shardkeep.structure import MAX_NAME_BYTES, TENSOR, VALUE, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, ValueTable
 from shardkeep.wire import decode_kinds, encode_kinds
@@ -111,10 +112,12 @@ class Index:
         self._nbytes = nbytes
         self._lock = threading.Lock()
         self._held: dict[int, ChunkTable] = {}
-        length = int.from_bytes(file.read_range(0, 8), "little")
+        with storage_errors(f"reading {file.name}"):
+            length = int.from_bytes(file.read_range(0, 8), "little")
         if not 0 < length <= min(MAX_HEADER, file.layout.payload - 8):
             raise FormatError(f"{file.name}: claims a header of {length} bytes")
-        header = file.read_range(0, 8 + length)
+        with storage_errors(f"reading {file.name}"):
+            header = file.read_range(0, 8 + length)
         self._entries, _ = read_header(header, file.name, file.layout.file_size)
         try:
             self._read_tables()
@@ -134,9 +137,10 @@ class Index:
         high = entry.shape[0] if high is None else high
         if not 0 <= low <= high <= entry.shape[0]:
             raise ValueError(f"column {key} has no rows {low} to {high}")
-        data = self._file.read_range(
-            entry.start + low * dtype.itemsize, (high - low) * dtype.itemsize
-        )
+        with storage_errors(f"reading {self._file.name}"):
+            data = self._file.read_range(
+                entry.start + low * dtype.itemsize, (high - low) * dtype.itemsize
+            )
         return np.frombuffer(data, dtype)
 
     def _read_tables(self) -> None:

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -78,12 +80,15 @@ class NativeReader(StorageReader):
         self._open_store = open_store
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
+        self._closing = False
+        self._contents_of: dict[int, dict[int, bytes]] = {}
         self._index_file: VerifiedFile | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another load."""
         self.close()
+        self._closing = False
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self._store = self._open_store(checkpoint_id)
@@ -92,6 +97,11 @@ class NativeReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Any path; not a URL."""
         return "://" not in os.fspath(checkpoint_id)
+
+    @property
+    def root(self) -> Path:
+        """Where it reads, absolute."""
+        return self._store.root
 
     # --- metadata
 
@@ -113,6 +123,7 @@ class NativeReader(StorageReader):
                 f"{where}: the record's digest is {self.record.digest}, expected "
                 f"{self.expect_digest}; this is not the checkpoint that was pinned"
             )
+        self._contents_of = {}
         self._index_file = self._open(self.record.index, check=True)
         self.index = Index(
             self._index_file, len(self.record.files), sum(row.payload for row in self.record.files)
@@ -155,8 +166,16 @@ class NativeReader(StorageReader):
     # --- files
 
     def _open(self, row: FileRow, check: bool) -> VerifiedFile:
+        opened = self._open_named(row)
+        try:
+            return self._verified(opened, row, check)
+        except BaseException:
+            opened.close()
+            raise
+
+    def _verified(self, opened: ReadFile, row: FileRow, check: bool) -> VerifiedFile:
         return VerifiedFile(
-            self._open_named(row),
+            opened,
             row.name,
             self.record.layout(row),
             bytes.fromhex(row.root),
@@ -174,11 +193,9 @@ class NativeReader(StorageReader):
 
     def _explain_missing(self, row: FileRow, error: OSError) -> None:
         """A named file is gone: damage, unless the checkpoint was replaced meanwhile."""
-        try:
-            now = decode_record(read_record_bytes(self._store), RECORD).save_id
-        except CheckpointError:
-            now = ""
-        if now != self.record.save_id:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            return
+        if not self.is_current():
             raise StorageError(
                 f"{self._store.root} was replaced while being read; open it again",
                 transient=True,
@@ -187,6 +204,17 @@ class NativeReader(StorageReader):
             raise CorruptionError(
                 f"{self._store.root / row.name} is missing; the record names it"
             ) from error
+
+    def is_current(self) -> bool:
+        """Whether the record on disk is still the one that was read; if in doubt, it is."""
+        try:
+            return decode_record(read_record_bytes(self._store), RECORD).save_id == (
+                self.record.save_id
+            )
+        except CheckpointNotFoundError:
+            return False
+        except CheckpointError:
+            return True
 
     @contextlib.contextmanager
     def data_file(self, number: int) -> Iterator[VerifiedFile]:
@@ -207,7 +235,7 @@ class NativeReader(StorageReader):
         finally:
             with self._lock:
                 held.users -= 1
-                self._close_idle(MAX_OPEN)
+                self._close_idle(0 if self._closing else MAX_OPEN)
 
     def names_in(self, file: int, low: int = 0, high: int = 2**63 - 1) -> tuple[str, ...]:
         """Tensors and values that lie in bytes [low, high) of a data file, for reports."""
@@ -234,8 +262,9 @@ class NativeReader(StorageReader):
             self._held.pop(number).file.close()
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Let go of all files; one that a thread still reads goes when it is done."""
         with self._lock:
+            self._closing = True
             self._close_idle(0)
             if self._index_file is not None:
                 self._index_file.close()
@@ -243,15 +272,17 @@ class NativeReader(StorageReader):
 
     # --- data
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Values first: they are small, and may still refuse the load."""
-        items = plan.items
-        if not isinstance(items, ReadItems):
-            raise TypeError("the native format needs the plan of the default planner")
+    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Read the values of the plan: they are small, and may still refuse the load."""
+        items = _items_of(plan)
         self.read_values(
             items.value_names,
             lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
         )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
+        """Read the tensors of the plan."""
+        items = _items_of(plan)
         sinks: dict[int, Sink] = {}
         first_row = {int(n): row for row, n in reversed(list(enumerate(items.wanted.tolist())))}
 
@@ -380,7 +411,9 @@ class NativeReader(StorageReader):
     def _contents(self, chunks: ChunkTable) -> list[bytes]:
         assert chunks.file is not None
         assert chunks.start is not None
-        files = {number: self.content_digests(number) for number in set(chunks.file.tolist())}
+        files = self._contents_of
+        for number in set(chunks.file.tolist()) - files.keys():
+            files[number] = self.content_digests(number)
         places = zip(chunks.file.tolist(), chunks.start.tolist(), strict=True)
         try:
             return [files[number][start] for number, start in places]
@@ -394,7 +427,7 @@ class NativeReader(StorageReader):
         row = self.record.files[file]
         size = CONTENT_KEY + algorithm(self.record.digests).size
         end = row.payload if row.values is None else row.values
-        with self.data_file(file) as opened:
+        with self.data_file(file) as opened, storage_errors(f"reading {row.name}"):
             data = opened.read_range(end - row.chunks * size, row.chunks * size)
         return {
             int.from_bytes(data[at : at + CONTENT_KEY], "little"): data[
@@ -402,3 +435,9 @@ class NativeReader(StorageReader):
             ]
             for at in range(0, len(data), size)
         }
+
+
+def _items_of(plan: LoadPlan) -> ReadItems:
+    if not isinstance(plan.items, ReadItems):
+        raise TypeError("the native format needs the plan of the default planner")
+    return plan.items

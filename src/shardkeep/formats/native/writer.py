@@ -102,6 +102,8 @@ class NativeWriter(StorageWriter):
         self.limits = limits
         self.memory_budget = memory_budget
         self.progress = progress
+        self.before_commit: Callable[[], None] = lambda: None
+        """Called as the last thing before the commit; what it raises stops it."""
         self._algorithm = algorithm(digest)
         self._open_store = open_store
         self.reset(checkpoint_id)
@@ -139,7 +141,8 @@ class NativeWriter(StorageWriter):
             self.save_id = word["save_id"]
             self._see_lease(word)
             return announcement
-        self._refuse_occupied()
+        with storage_errors(f"looking at {self._store.root}"):
+            self._refuse_occupied()
         with storage_errors(f"making the directory {self._store.root}"):
             self._store.make_directory("")
             self._store.make_directory(DATA)
@@ -357,7 +360,7 @@ class NativeWriter(StorageWriter):
         structure = metadata.planner_data
         assert structure is not None
         index = self._write_index(state, structure)
-        wait_visible(self._store, {row.name: row.size for row in (index, *files)})
+        wait_visible(self._store, {row.name: row.size for row in (index, *files)}, self._lease)
         requires = sorted({feature for report in reports for feature in report.features})
         record = Record(
             self.save_id,
@@ -373,6 +376,7 @@ class NativeWriter(StorageWriter):
         # Read back before it replaces anything: a record no reader accepts must not be committed.
         digest = decode_record(data, RECORD).digest
         self._note_replaced()
+        self.before_commit()
         self._lease.commit(data, overwrite=self.overwrite, same=lambda found: found == data)
         self.digest = digest
         placed = StateColumns(

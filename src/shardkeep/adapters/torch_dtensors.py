@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch spreads over processes: `DTensor`, `ShardedTensor`, results still on their way.
+
+Which boxes a DTensor holds follows from its mesh, placements and shape alone (`dtensor_layout`).
+PyTorch's own chunk lists give one box per rank, which is wrong for strided shards with holes and
+for uneven ones; so they are not asked, and a local tensor of another shape is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+
+from shardkeep.adapters.dtensor_layout import (
+    Placement,
+    StridedShard,
+    in_shard_order,
+    local_boxes,
+    local_shape,
+)
+from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
+from shardkeep.adapters.torch_tensors import properties_of
+from shardkeep.arrays import ArrayParts, LocalArray, LocalTarget, SinkPiece, SourcePiece
+from shardkeep.dtypes import DType, lookup
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.metadata import ChunkStorageMetadata, int_tuple
+from shardkeep.sharding import Replicate, Shard
+
+__all__ = ["ADAPTER"]
+
+
+class TorchDistributed:
+    """The adapter for the tensor classes of `torch.distributed`; what differs is in their kind."""
+
+    def claims(self, kind: type) -> bool:
+        """Only those; other subclasses of tensors are judged by `torch_tensors`."""
+        return _kind_of(kind) is not None
+
+    def held(self, value: object, where: str) -> LocalArray:
+        """The boxes of this rank."""
+        return _kind(value).held(value, where)
+
+    def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
+        """Shape of the whole tensor and element type."""
+        return _kind(value).signature(value, where)
+
+    def target(self, value: object, where: str, device: object) -> LocalTarget:
+        """Local tensors are filled in place; meta DTensors are allocated."""
+        return _kind(value).target(value, where, device)
+
+    def parts(self, value: object, where: str) -> ArrayParts | None:
+        """Not composite: their boxes are boxes of one tensor."""
+        return None
+
+    def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
+        """A plain tensor over the same memory."""
+        return TENSORS.from_numpy(array, dtype)
+
+
+class _Kind(Protocol):
+    """One class of tensors; the methods are those of an adapter."""
+
+    def held(self, value: Any, where: str) -> LocalArray: ...
+
+    def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]: ...
+
+    def target(self, value: Any, where: str, device: object) -> LocalTarget: ...
+
+
+@cache
+def _kind_of(kind: type) -> _Kind | None:
+    # By name, because importing the classes would cost those who do not use them.
+    for cls in kind.__mro__:
+        if cls.__name__ in _KINDS and cls.__module__.startswith("torch.distributed"):
+            return _KINDS[cls.__name__]
+    return None
+
+
+def _kind(value: object) -> _Kind:
+    kind = _kind_of(type(value))  # type: ignore[arg-type]
+    assert kind is not None
+    return kind
+
+
+# --- DTensor ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Spread:
+    """Where in the whole tensor the local tensor of a rank lies."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    local_shape: tuple[int, ...] | None
+    """What the local tensor must have; None on a rank outside the mesh."""
+    boxes: tuple[tuple[ChunkStorageMetadata, ChunkStorageMetadata], ...]
+    """Each box in the whole tensor and in the local one."""
+    replicas: tuple[Hashable, ...]
+    """The mesh, and its ranks that hold the same boxes: equal on them and nowhere else."""
+
+
+class _Mesh:
+    """What follows from a mesh; asked for every tensor, and few answers differ."""
+
+    def __init__(self, mesh: Any) -> None:
+        self._ranks: npt.NDArray[np.int64] = mesh.mesh.numpy().astype(np.int64)
+        self._shape = self._ranks.shape
+        text = repr((self._shape, self._ranks.ravel().tolist())).encode()
+        self._name = f"mesh {xxhash.xxh3_64_hexdigest(text)}"
+        self._known: dict[Hashable, _Spread] = {}
+
+    def spread(self, value: Any, coordinate: Any, placements: tuple[Placement, ...]) -> _Spread:
+        """Where the rank at this place has its part of a DTensor."""
+        # Both say what the placements do not; PyTorch has no public name for them.
+        order = getattr(value._spec, "shard_order", None)
+        strided_is_order = getattr(value._spec, "use_strided_shard_as_shard_order", True)
+        key = (value.shape, coordinate, placements, order, strided_is_order)
+        found = self._known.get(key)
+        if found is None:
+            cuts, axes = self._in_order(placements, order, strided_is_order is not False)
+            shape = int_tuple(value.shape)
+            at = (shape, self._shape, coordinate, cuts, axes)
+            replicas = self._replicas(coordinate, placements)
+            found = _Spread(shape, local_shape(*at), local_boxes(*at), replicas)
+            self._known[key] = found
+        return found
+
+    def _in_order(
+        self, placements: tuple[Placement, ...], order: Any, strided_is_order: bool
+    ) -> tuple[tuple[Placement, ...], tuple[int, ...] | None]:
+        """How each mesh axis cuts, and in which order; None is from the first to the last."""
+        strided = any(isinstance(placement, StridedShard) for placement in placements)
+        if strided and strided_is_order:
+            return in_shard_order(self._shape, placements) or (placements, None)
+        if not order:
+            return placements, None
+        return placements, tuple(axis for entry in order for axis in entry.mesh_dims)
+
+    def _replicas(
+        self, coordinate: tuple[int, ...], placements: tuple[Placement, ...]
+    ) -> tuple[Hashable, ...]:
+        axes = tuple(
+            slice(None) if isinstance(placement, Replicate) else at
+            for at, placement in zip(coordinate, placements, strict=True)
+        )
+        return (self._name, *np.sort(self._ranks[axes], axis=None).tolist())
+
+
+class _DTensors:
+    """`DTensor`, with any mix of `Shard`, `_StridedShard` and `Replicate`."""
+
+    def __init__(self) -> None:
+        self._meshes: WeakKeyDictionary[Any, _Mesh] = WeakKeyDictionary()
+
+    def held(self, value: Any, where: str) -> LocalArray:
+        """The boxes of the local tensor; ranks along replicated axes are declared replicas."""
+        spread = self._spread(value, where)
+        local = _local(value, where)
+        inner = TENSORS.held(local, where)
+        pieces = [inner.pieces[0].part(here, box) for box, here in spread.boxes]
+        properties = properties_of(inner.dtype.name, value.requires_grad)
+        tie = inner.tie
+        if tie is None:
+            # Nothing is here, but a tie counts only where every rank has it.
+            tie = ("torch", "empty", local.untyped_storage()._cdata, local.dtype)
+        return LocalArray(spread.shape, inner.dtype, properties, pieces, spread.replicas, tie)
+
+    def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
+        """Shape of the whole tensor and element type; refuses what cannot be filled."""
+        spread = self._spread(value, where)
+        return spread.shape, TENSORS.signature(_local(value, where), where)[1]
+
+    def target(self, value: Any, where: str, device: object) -> LocalTarget:
+        """The local tensor is filled in place; a meta one is allocated, on the mesh's device."""
+        spread = self._spread(value, where)
+        local, result = _local(value, where), value
+        if local.device.type == "meta":
+            result, local = _allocated(value, local, device)
+        inner = TENSORS.target(local, where, device)
+        pieces = [inner.pieces[0].part(here, box) for box, here in spread.boxes]
+        return LocalTarget(spread.shape, inner.dtype, pieces, result)
+
+    def _spread(self, value: Any, where: str) -> _Spread:
+        mesh = value.device_mesh
+        placements = tuple([_placement(p, where) for p in value.placements])
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            # This rank is not in the mesh: it knows of the tensor and holds nothing of it.
+            return _Spread(int_tuple(value.shape), None, (), ())
+        known = self._meshes.get(mesh)
+        if known is None:
+            known = self._meshes[mesh] = _Mesh(mesh)
+        spread = known.spread(value, tuple(coordinate), placements)
+        found = tuple(value._local_tensor.shape)
+        if spread.local_shape != found:
+            raise UnsupportedValueError(
+                f"{where}: the local tensor has shape {found}; of a DTensor of shape "
+                f"{spread.shape} with placements {value.placements} on a mesh of shape "
+                f"{tuple(mesh.shape)} the rank at {tuple(coordinate)} holds {spread.local_shape}. "
+                "Shards of other sizes can be saved as shardkeep.ShardedArray"
+            )
+        return spread
+
+
+def _placement(placement: Any, where: str) -> Placement:
+    """By name: PyTorch has made strided shards a kind of shard, and not, in turn."""
+    name = type(placement).__name__
+    if name == "_StridedShard":
+        return StridedShard(placement.dim, int(placement.split_factor))
+    if name == "Shard":
+        return Shard(placement.dim)
+    if name == "Replicate":
+        return Replicate()
+    advice = "cannot be stored"
+    if "Partial" in name:
+        advice = "is not yet reduced; redistribute it to Shard or Replicate first"
+    raise UnsupportedValueError(f"{where}: a DTensor with placement {placement} {advice}")
+
+
+def _local(value: Any, where: str) -> torch.Tensor:
+    local: Any = value._local_tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.trigger_wait()
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        raise UnsupportedValueError(
+            f"{where}: the local tensor of the DTensor is a {type(local).__module__}."
+            f"{type(local).__qualname__}; only DTensors over plain tensors can be stored"
+        )
+    plain: torch.Tensor = local
+    return plain
+
+
+def _allocated(value: Any, meta: torch.Tensor, device: object) -> tuple[Any, torch.Tensor]:
+    """A DTensor like an abstract one, and its local tensor, which holds nothing yet."""
+    place: Any = value.device_mesh.device_type if device is None else device
+    local = torch.empty_like(meta, device=place, requires_grad=False)
+    # Not by from_local: it would move the memory to the mesh's device, and forget the shard order.
+    parameter = isinstance(value, torch.nn.Parameter)
+    gradient = value.requires_grad
+    made = type(value)(local, value._spec, requires_grad=gradient and not parameter)
+    if parameter:
+        made = torch.nn.Parameter(made, requires_grad=gradient)
+    return made, made._local_tensor
+
+
+# --- ShardedTensor, AsyncCollectiveTensor -------------------------------------------------------
+
+
+class _ShardedTensors:
+    """`ShardedTensor`: it lists its boxes itself. Equal boxes on several ranks are compared."""
+
+    def held(self, value: Any, where: str) -> LocalArray:
+        """Its local shards."""
+        shape, dtype = self.signature(value, where)
+        pieces, ties = [], []
+        for shard in value.local_shards():
+            inner = TENSORS.held(shard.tensor, where)
+            pieces.append(SourcePiece(_box_of(shard), inner.pieces[0].source))
+            ties.append(inner.tie)
+        gradient = value.metadata().tensor_properties.requires_grad
+        properties = properties_of(dtype.name, bool(gradient))
+        tie = tuple(ties) if ties and None not in ties else None
+        return LocalArray(shape, dtype, properties, pieces, (), tie)
+
+    def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
+        """From its metadata, which every rank has."""
+        metadata = value.metadata()
+        return int_tuple(metadata.size), lookup(metadata.tensor_properties.dtype)
+
+    def target(self, value: Any, where: str, device: object) -> LocalTarget:
+        """Local shards are filled in place."""
+        shape, dtype = self.signature(value, where)
+        pieces = []
+        for shard in value.local_shards():
+            if shard.tensor.device.type == "meta":
+                raise UnsupportedValueError(
+                    f"{where}: a ShardedTensor on the meta device cannot be filled; use a DTensor"
+                )
+            piece = TENSORS.target(shard.tensor, where, device).pieces[0]
+            pieces.append(SinkPiece(_box_of(shard), piece.sink, piece.memory))
+        return LocalTarget(shape, dtype, pieces, value)
+
+
+def _box_of(shard: Any) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(
+        int_tuple(shard.metadata.shard_offsets), int_tuple(shard.metadata.shard_sizes)
+    )
+
+
+class _AsyncTensors:
+    """`AsyncCollectiveTensor`: a plain tensor that a collective may still be writing."""
+
+    def held(self, value: Any, where: str) -> LocalArray:
+        """The tensor, once it is there."""
+        return TENSORS.held(value.trigger_wait(), where)
+
+    def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
+        """Those of the tensor."""
+        return TENSORS.signature(value.trigger_wait(), where)
+
+    def target(self, value: Any, where: str, device: object) -> LocalTarget:
+        """Filled in place, once nobody else writes to it."""
+        inner = TENSORS.target(value.trigger_wait(), where, device)
+        return LocalTarget(inner.shape, inner.dtype, inner.pieces, value)
+
+
+_KINDS: dict[str, _Kind] = {
+    "DTensor": _DTensors(),
+    "ShardedTensor": _ShardedTensors(),
+    "AsyncCollectiveTensor": _AsyncTensors(),
+}
+
+ADAPTER = TorchDistributed()

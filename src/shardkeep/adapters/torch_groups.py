@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of torch.distributed, on any backend.
+
+Control goes over the job's store, on connections and under a prefix of our own; bulk over a gloo
+group of our own. That group is not made with `new_group`: its names count the groups a process is
+in, so a group that only some ranks make breaks the next one the user makes, and ranks that are in
+different numbers of groups could not make one at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from shardkeep.coordination import Patience, Ranks
+from shardkeep.errors import PlanError, RankError
+from shardkeep.planes import FAILED, Bulk, Helper
+
+__all__ = ["DESTROYED", "TorchRanks", "find_group", "is_alive"]
+
+T = TypeVar("T")
+
+DESTROYED = (
+    "the process group that Shardkeep used was destroyed. Call shardkeep.flush() on every rank "
+    "before torch.distributed.destroy_process_group(); to go on without a group, pass no_dist=True"
+)
+
+_made: Counter[tuple[int, ...]] = Counter()
+"""How often this process has made a coordinator for the same ranks: part of its keys, so that none
+reads what an earlier one left in the store."""
+
+
+def find_group(process_group: object) -> dist.ProcessGroup | None:
+    """The process group meant by a caller: a group, a mesh of one dimension, or None for all."""
+    if process_group is None:
+        return dist.group.WORLD
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    mesh = getattr(dist, "device_mesh", None)
+    if mesh is not None and isinstance(process_group, mesh.DeviceMesh):
+        if process_group.ndim != 1:
+            raise TypeError(
+                f"process_group is a DeviceMesh of {process_group.ndim} dimensions; pass one of "
+                "its groups, mesh[name], or a flattened mesh"
+            )
+        group: dist.ProcessGroup = process_group.get_group()
+        return group
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RankError(
+            "process_group is the answer of new_group to a process that is not in the group; only "
+            "its members make this call"
+        )
+    return None
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a group was not destroyed."""
+    return dist.is_initialized() and group in c10d._world.pg_map
+
+
+class TorchRanks(Ranks):
+    """The ranks of a process group. Rank is the one within the group.
+
+    Made by all of its processes in the same order; belongs to one thread at a time.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        patience: Patience = Patience(),
+    ) -> None:
+        """Nothing is sent before the first call."""
+        group = dist.group.WORLD if process_group is None else process_group
+        assert group is not None
+        self._group = weakref.ref(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        names = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        session = f"shardkeep/{names}.{_made[ranks]}"
+        _made[ranks] += 1
+        host = ranks.index(0) if 0 in ranks else None
+        store = c10d._get_default_store()
+        self._line = _StoreLine(store, session, host, len(ranks), patience.gone_s)
+        rank = ranks.index(dist.get_rank())
+        super().__init__(rank, len(ranks), self._line, self._connect_gloo, timeout_s, patience)
+
+    def call(self, what: str) -> AbstractContextManager[None]:
+        """As for any ranks, while there is a group."""
+        group = self._group()
+        if group is None or not is_alive(group):
+            raise PlanError(DESTROYED)
+        return super().call(what)
+
+    def _connect_gloo(self, name: str) -> Bulk:
+        store = self._line.connection(f"bulk/{name}")
+        return _GlooBulk(store, self.rank, self.world_size, self.timeout_s)
+
+
+class _StoreLine:
+    """The control plane: two connections to the job's store.
+
+    One is for what waits: its calls run on a thread, because the store's client has no deadline
+    when its host is stopped. The other is for posts, which do not wait for an answer. Neither is
+    the user's, whose threads may block theirs for half an hour.
+    """
+
+    def __init__(
+        self, store: Any, session: str, host: int | None, world_size: int, gone_s: float
+    ) -> None:
+        """`host` is the rank whose process holds the store, if it is one of ours."""
+        self._job_store = store
+        self._session = session
+        self._host = host
+        self._gone_s = gone_s
+        self._slowest = max(0.05, world_size * 1e-4)
+        self._helper = Helper()
+        self._asking: Any = None
+        self._posting: Any = None
+        self._known: set[str] = set()
+        self._lost: RankError | None = None
+        self._lock = threading.Lock()
+
+    def connection(self, prefix: str = "") -> Any:
+        """A connection of its own to the store, under a prefix."""
+        try:
+            store = self._job_store.clone()
+        except (AttributeError, NotImplementedError, RuntimeError):
+            store = self._job_store  # an exotic store: share its client
+        prefix = f"{self._session}/{prefix}" if prefix else self._session
+        return c10d.PrefixStore(prefix, store)
+
+    # --- calls with a deadline
+
+    def _ask(self, work: Callable[[Any], T]) -> T:
+        if self._lost is not None:
+            raise self._lost
+        deadline = time.monotonic() + self._gone_s
+        waited = 0.0
+        tick_s = min(1.0, self._gone_s / 6)
+
+        def tick() -> None:
+            # Counted in ticks: a process that was itself stopped has not waited.
+            nonlocal waited
+            waited += tick_s
+            if waited >= self._gone_s and time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within {self._gone_s:g} s")
+
+        def run() -> T:
+            if self._asking is None:
+                self._asking = self.connection()
+            return work(self._asking)
+
+        try:
+            return self._helper.run(run, tick, tick_s)
+        except (RuntimeError, OSError) as error:
+            raise self._lose(error) from error
+
+    def _lose(self, error: Exception) -> RankError:
+        who = "global rank 0" if self._host is None else f"rank {self._host}"
+        text = f"{who} (store host) is gone: the job's store does not answer"
+        failures = {} if self._host is None else {self._host: "gone: store host"}
+        self._lost = RankError(text, failures=failures)
+        self._lost.add_note(f"{type(error).__qualname__}: {error}")
+        return self._lost
+
+    # --- the plane
+
+    def set(self, key: str, value: bytes) -> None:
+        """Post without waiting for an answer."""
+        try:
+            with self._lock:
+                if self._posting is None:
+                    self._posting = self.connection()
+            self._posting.set(key, value)
+        except (RuntimeError, OSError) as error:
+            raise self._lose(error) from error
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Look at growing intervals; the store's own waits write to the user's terminal."""
+        for _ in self._until(timeout_s):
+            if self._ask(lambda store: store.check([key])):
+                return self._ask(lambda store: bytes(store.get(key)))
+        return None
+
+    def _until(self, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        pause = 0.001
+        while True:
+            yield
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(pause, left))
+            pause = min(1.5 * pause, self._slowest)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """One request for what is known to exist, one for each other key."""
+
+        def read(store: Any) -> list[bytes | None]:
+            self._known.update(k for k in keys if k not in self._known and store.check([k]))
+            there = [key for key in keys if key in self._known]
+            values = store.multi_get(there) if there else []
+            found = dict(zip(there, map(bytes, values), strict=True))
+            return [found.get(key) for key in keys]
+
+        return self._ask(read)
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Atomic on every store."""
+
+        def settle(store: Any) -> bytes | None:
+            if store.add(f"{key}?", 1) == 1:
+                store.set(key, value)
+                return value
+            return None
+
+        mine = self._ask(settle)
+        if mine is not None:
+            return mine
+        standing = self.get(key, self._gone_s)
+        if standing is None:
+            raise self._lose(TimeoutError(f"{key} was claimed but not posted"))
+        return standing
+
+    def add(self, key: str, amount: int) -> int:
+        """Counters of the store are 64 bits wide."""
+        return self._ask(lambda store: int(store.add(key, amount)))
+
+    def count(self, key: str, enough: int, timeout_s: float) -> int:
+        """Look at growing intervals."""
+        total = 0
+        for _ in self._until(timeout_s):
+            total = self.add(key, 0)
+            if total % FAILED >= enough:
+                break
+        return total
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Where the store can; others grow."""
+
+        def delete(store: Any) -> None:
+            with contextlib.suppress(NotImplementedError):
+                for key in keys:
+                    store.delete_key(key)
+                    store.delete_key(f"{key}?")
+
+        self._known.difference_update(keys)
+        self._ask(delete)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._helper.stop()
+        self._asking = self._posting = None
+
+
+class _GlooBulk:
+    """The bulk plane: a gloo group that torch's registry of groups does not know."""
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._world = world_size
+        self._group: Any = dist.ProcessGroupGloo(
+            store, rank, world_size, timedelta(seconds=max(timeout_s, 1.0))
+        )
+        self._tags = itertools.count()
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """Sizes, then bytes, each rank to the coordinator."""
+        if self._rank != 0:
+            self._send(data, [0])
+            return None
+        received = self._receive(range(1, self._world))
+        return [data, *received]
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """Sizes, then bytes, from the coordinator to each rank."""
+        if self._rank != 0:
+            return self._receive([0])[0]
+        assert parts is not None
+        size_tag, tag = next(self._tags), next(self._tags)
+        sizes = [torch.tensor([len(part)]) for part in parts]
+        tensors = [_tensor(part) for part in parts]
+        works = []
+        for rank in range(1, self._world):
+            works.append(self._group.send([sizes[rank]], rank, size_tag))
+            if len(parts[rank]):
+                works.append(self._group.send([tensors[rank]], rank, tag))
+        for work in works:
+            work.wait()
+        return parts[0]
+
+    def _send(self, data: bytes, to: Sequence[int]) -> None:
+        size_tag, tag = next(self._tags), next(self._tags)
+        size, tensor = torch.tensor([len(data)]), _tensor(data)
+        for rank in to:
+            self._group.send([size], rank, size_tag).wait()
+            if len(data):
+                self._group.send([tensor], rank, tag).wait()
+
+    def _receive(self, sources: Sequence[int]) -> list[bytes]:
+        size_tag, tag = next(self._tags), next(self._tags)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in sources]
+        works = [
+            self._group.recv([size], rank, size_tag)
+            for size, rank in zip(sizes, sources, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        tensors = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        works = [
+            self._group.recv([tensor], rank, tag)
+            for tensor, rank in zip(tensors, sources, strict=True)
+            if tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+        return [tensor.numpy().tobytes() for tensor in tensors]
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """Down a tree."""
+        size = torch.tensor([0 if data is None else len(data)])
+        self._group.broadcast([size], _from_first()).wait()
+        tensor = _tensor(data) if data is not None else torch.empty(int(size), dtype=torch.uint8)
+        if tensor.numel():
+            self._group.broadcast([tensor], _from_first()).wait()
+        return data if data is not None else tensor.numpy().tobytes()
+
+    def close(self) -> None:
+        """End the group; whoever waits in it gets an error."""
+        with contextlib.suppress(Exception):
+            self._group.abort()
+
+
+def _from_first() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return options
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
+    )

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two planes ranks talk on: what each must do, and what it is for ranks that are threads."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+__all__ = ["FAILED", "Bulk", "Control", "Helper", "SharedDict", "ThreadBulk"]
+
+T = TypeVar("T")
+
+FAILED = 1 << 32
+"""What a failed rank adds to a counter of outcomes, whose low half counts them all."""
+
+
+class Control(Protocol):
+    """A key-value space that all ranks see. Its methods raise `RankError` once it is lost."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Post a value. May be called from another thread, also while this one waits in `get`."""
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for a value; None once the time is over."""
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """The values that are there now."""
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Post a value unless there is one; returns the one that stands."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter that begins at 0; returns the sum."""
+
+    def count(self, key: str, enough: int, timeout_s: float) -> int:
+        """Wait until the low 32 bits of a counter reach `enough`; returns what it is at the end."""
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Drop keys that every rank is done with."""
+
+    def close(self) -> None:
+        """Let go of what outlives a call."""
+
+
+class Bulk(Protocol):
+    """Moves bytes. All ranks call the same method in the same order."""
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """All ranks' bytes on the coordinator, None elsewhere."""
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """To each rank its own part."""
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """To all ranks the coordinator's bytes."""
+
+    def close(self) -> None:
+        """End it; calls that still wait in it fail."""
+
+
+class Helper:
+    """Runs what blocks on a thread of its own, so that its caller can look around meanwhile.
+
+    A call that was given up keeps its thread until it returns; the next one gets a new thread.
+    """
+
+    def __init__(self) -> None:
+        """No thread before the first call."""
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] | None = None
+
+    def run(self, work: Callable[[], T], tick: Callable[[], None], tick_s: float) -> T:
+        """What `work` returns or raises; until then `tick` is called at intervals and may raise."""
+        if self._work is None:
+            self._work = queue.SimpleQueue()
+            threading.Thread(
+                target=_serve, args=(self._work,), name="shardkeep-helper", daemon=True
+            ).start()
+        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._work.put((work, answer))
+        try:
+            while True:
+                try:
+                    result, error = answer.get(timeout=tick_s)
+                    break
+                except queue.Empty:
+                    tick()
+        except BaseException:
+            self.stop()
+            raise
+        if error is not None:
+            raise error
+        return result  # type: ignore[no-any-return]
+
+    def stop(self) -> None:
+        """Let the thread end once it is done with what it does."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.put(None)
+
+
+def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None]) -> None:
+    while (job := todo.get()) is not None:
+        work, answer = job
+        try:
+            answer.put((work(), None))
+        except BaseException as error:
+            answer.put((None, error))
+        del work, answer, job
+
+
+class SharedDict:
+    """The control plane of threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._sums: dict[str, int] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        """Post, and wake who waits."""
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Wait for a value."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._values, timeout_s)
+            return self._values.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """What is there."""
+        with self._changed:
+            return [self._values.get(key) for key in keys]
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """The first value stands."""
+        with self._changed:
+            standing = self._values.setdefault(key, value)
+            self._changed.notify_all()
+            return standing
+
+    def add(self, key: str, amount: int) -> int:
+        """Sums and values do not share keys."""
+        with self._changed:
+            self._sums[key] = self._sums.get(key, 0) + amount
+            self._changed.notify_all()
+            return self._sums[key]
+
+    def count(self, key: str, enough: int, timeout_s: float) -> int:
+        """Wait for a sum."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._sums.get(key, 0) % FAILED >= enough, timeout_s)
+            return self._sums.get(key, 0)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Drop values and sums."""
+        with self._changed:
+            for key in keys:
+                self._values.pop(key, None)
+                self._sums.pop(key, None)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadBulk:
+    """The bulk plane of threads, over the same dict."""
+
+    def __init__(
+        self, rank: int, world_size: int, space: SharedDict, timeout_s: float, name: str
+    ) -> None:
+        self._rank = rank
+        self._world = world_size
+        self._space = space
+        self._timeout_s = timeout_s
+        self._name = name
+        self._count = itertools.count()
+
+    def _turn(self) -> str:
+        return f"bulk/{self._name}/{next(self._count)}"
+
+    def _take(self, key: str) -> bytes:
+        found = self._space.get(key, self._timeout_s)
+        if found is None:
+            raise TimeoutError(f"no message {key} within {self._timeout_s:.0f} s")
+        self._space.forget([key])
+        return found
+
+    def gather(self, data: bytes) -> list[bytes] | None:
+        """One message from each rank."""
+        turn = self._turn()
+        self._space.set(f"{turn}/{self._rank}", data)
+        if self._rank != 0:
+            return None
+        return [self._take(f"{turn}/{rank}") for rank in range(self._world)]
+
+    def scatter(self, parts: Sequence[bytes] | None) -> bytes:
+        """One message to each rank."""
+        turn = self._turn()
+        if self._rank == 0:
+            assert parts is not None
+            for rank, part in enumerate(parts):
+                self._space.set(f"{turn}/{rank}", part)
+        return self._take(f"{turn}/{self._rank}")
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The same message to each rank."""
+        if self._rank != 0:
+            return self.scatter(None)
+        assert data is not None
+        return self.scatter([data] * self._world)
+
+    def close(self) -> None:
+        """Nothing is held."""

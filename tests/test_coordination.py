@@ -1,0 +1,364 @@
+"""Coordination among threads: agreement, heartbeats, patience, and the errors that travel."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import msgspec
+import pytest
+
+from shardkeep import (
+    CheckpointNotFoundError,
+    MismatchError,
+    PlanError,
+    RankError,
+    SingleProcess,
+    StorageError,
+    ThreadRanks,
+)
+from shardkeep.coordination import Patience, check_same, encode_asked
+from shardkeep.failures import MAX_TEXT, Failure, describe, merge_failures
+from shardkeep.heartbeats import Beat, Heart, Watch, beat_key, default_timeout_s
+from shardkeep.planes import FAILED, Helper, SharedDict
+
+QUICK = Patience(beat_s=0.05, gone_s=0.6, linger_s=0.5)
+
+
+def outcomes(world_size, work, timeout_s=30.0, patience=QUICK):
+    return ThreadRanks(world_size, timeout_s, patience).outcomes(work)
+
+
+# --- steps
+
+
+def test_bytes_go_to_rank_0_and_back():
+    def work(ranks):
+        told = []
+
+        def join(parts):
+            told.extend(parts)
+            return [part * 2 for part in parts]
+
+        with ranks.call("x"):
+            mine = ranks.gather_scatter("double", lambda: bytes([ranks.rank]), join)
+            word = ranks.lead("word", lambda: b"word of %d" % ranks.rank)
+            ranks.agree("nothing", lambda: None)
+        return mine, word, told
+
+    for rank, (mine, word, told) in enumerate(outcomes(3, work)):
+        assert mine == bytes([rank, rank])
+        assert word == b"word of 0"
+        assert told == ([b"\0", b"\1", b"\2"] if rank == 0 else [])
+
+
+def test_one_process_agrees_with_itself():
+    alone = SingleProcess()
+    with alone.call("x"):
+        assert alone.gather_scatter("y", lambda: b"a", lambda parts: parts) == b"a"
+        assert alone.lead("y", lambda: b"b") == b"b"
+        alone.advance(1)
+        alone.may_commit()
+        with pytest.raises(KeyError):
+            alone.agree("z", lambda: {}["a"])
+    alone.close()
+
+
+def test_a_group_goes_on_after_an_error():
+    def work(ranks):
+        told = []
+        for turn in range(6):
+            try:
+                ranks.agree("turn", lambda turn=turn: 1 / (turn - ranks.rank))
+            except RankError as error:
+                told.append((turn, list(error.failures)))
+            assert ranks.lead("word", lambda turn=turn: b"%d" % turn) == b"%d" % turn
+        return told
+
+    assert outcomes(3, work) == [[(0, [0]), (1, [1]), (2, [2])]] * 3
+
+
+def test_a_driver_may_try_again_inside_one_call():
+    def work(ranks):
+        def fail():
+            if ranks.rank == 1:
+                raise StorageError("replaced", transient=True)
+
+        with ranks.call("load"):
+            for _ in range(3):
+                with pytest.raises(StorageError) as caught:
+                    ranks.agree("read", fail)
+                assert caught.value.transient
+                assert list(caught.value.failures) == [1]
+            return ranks.lead("word", lambda: b"done")
+
+    assert outcomes(3, work) == [b"done"] * 3
+
+
+def test_all_failures_are_told():
+    def work(ranks):
+        def fail():
+            if ranks.rank != 1:
+                raise MismatchError(f"rank {ranks.rank}", missing=[f"m{ranks.rank}", "both"])
+
+        ranks.agree("plan", fail)
+
+    errors = outcomes(3, work)
+    assert {str(error) for error in errors} == {"rank 0: rank 0\nrank 2: rank 2 [rank 0, 2]"}
+    assert all(error.missing == ("both", "m0", "m2") for error in errors)
+    assert sorted(errors[0].failures) == [0, 2]
+
+
+@pytest.mark.parametrize("where", ["between", "waiting"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_leaves_outside_of_any_step_is_named(where, victim):
+    def work(ranks):
+        with ranks.call("save"):
+            ranks.agree("first", lambda: None)
+            if ranks.rank == victim:
+                if where == "waiting":
+
+                    def interrupt(*args):
+                        raise KeyboardInterrupt
+
+                    ranks._control = Interrupted(ranks._control, interrupt)
+                else:
+                    raise KeyboardInterrupt
+            if ranks.rank == (victim + 1) % 3 and where == "waiting":
+                ranks.agree("second", lambda: time.sleep(0.3))
+            ranks.agree("second", lambda: None)
+
+    class Interrupted:
+        def __init__(self, control, interrupt):
+            self.control = control
+            self.get = self.count = interrupt
+
+        def __getattr__(self, name):
+            return getattr(self.control, name)
+
+    errors = outcomes(3, work, timeout_s=5)
+    assert isinstance(errors.pop(victim), KeyboardInterrupt)
+    assert all(isinstance(error, RankError) for error in errors), errors
+    assert all(list(error.failures) == [victim] for error in errors)
+    assert "KeyboardInterrupt" in str(errors[0])
+
+
+def test_calls_that_end_leave_no_keys_and_no_threads():
+    kept = []
+
+    def work(ranks):
+        for _ in range(5):
+            ranks.gather_scatter("x", lambda: b"a", lambda parts: parts)
+        kept.append(ranks._control)
+        ranks.agree("last", lambda: None)
+        return len(kept[0]._values), len(kept[0]._sums)
+
+    before = threading.active_count()
+    sizes = outcomes(3, work)
+    assert max(size for pair in sizes for size in pair) < 20
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_ranks_must_be_asked_for_the_same():
+    same = encode_asked({"a": 1, "b": [None, "x"]})
+    check_same([same, same], "saves")
+    with pytest.raises(PlanError, match="different saves: a is 1 on rank 0 and 2 on rank 1"):
+        check_same([same, encode_asked({"a": 2, "b": [None, "x"]})], "saves")
+    with pytest.raises(PlanError, match="c is None on rank 0 and 3 on rank 1"):
+        check_same([same, encode_asked({"a": 1, "b": [None, "x"], "c": 3})], "saves")
+
+
+# --- the commit
+
+
+def test_the_coordinator_may_commit_unless_it_was_given_up():
+    def work(ranks):
+        with ranks.call("save"):
+            ranks.agree("all here", lambda: None)
+            if ranks.rank:
+                ranks._control.claim("0/commit", b"given up")
+            ranks.agree("claimed", lambda: None)
+            if ranks.rank == 0:
+                with pytest.raises(RankError, match="gave rank 0 up"):
+                    ranks.may_commit()
+
+    assert outcomes(2, work) == [None, None]
+
+
+def test_a_coordinator_without_heartbeats_commits_nothing():
+    def work(ranks):
+        with ranks.call("save"):
+            ranks.agree("all here", lambda: None)
+            if ranks.rank == 0:
+                ranks.may_commit()
+                ranks._heart._worst = 0.9 * QUICK.gone_s
+                with pytest.raises(RankError, match="nothing was committed"):
+                    ranks.may_commit()
+
+    assert outcomes(2, work) == [None, None]
+
+
+# --- watching
+
+
+def watching(beats, timeout_s=1.0, step=0, call=3):
+    return Watch(
+        beats, [1], call=call, step=step, phase="write", timeout_s=timeout_s, patience=QUICK
+    )
+
+
+def looks(watch, beats, made, until_s=3.0):
+    """Look until somebody is accused; how long that took."""
+    begun = time.monotonic()
+    number = 0
+    while time.monotonic() < begun + until_s:
+        beat = made(number)
+        if beat is not None:
+            beats.set(beat_key(1), msgspec.msgpack.encode(beat))
+        found = watch.look()
+        if found:
+            return found, time.monotonic() - begun
+        time.sleep(QUICK.look_s)
+        number += 1
+    return [], until_s
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda n: Beat(1, 3, 1, -1, None), "gone"),
+        (lambda n: Beat(n, 3, 1, -1, None), "stuck"),
+        (lambda n: None, "absent"),
+        (lambda n: Beat(n, 2, n, 5, []), "absent"),
+        (lambda n: Beat(n, 3, n, -1, None), None),
+        (lambda n: Beat(n, 3, 1, 0, None), None),  # it has posted, and waits itself
+        (lambda n: Beat(1, 3, 1, 0, []), None),
+        (lambda n: Beat(1, 4, 1, -1, None), None),
+        (lambda n: Beat(1, 3, 1, 0, [Failure(2, "ValueError", "x")]), "ValueError"),
+    ],
+    ids=["silent", "idle", "never", "earlier", "busy", "posted", "done", "ahead", "failed"],
+)
+def test_what_beats_say(made, kind):
+    beats = SharedDict()
+    found, _ = looks(watching(beats), beats, made, 1.8)
+    assert [failure.kind for failure in found] == ([] if kind is None else [kind])
+
+
+def test_a_watcher_that_slept_accuses_nobody():
+    beats = SharedDict()
+    watch = watching(beats)
+    beats.set(beat_key(1), msgspec.msgpack.encode(Beat(1, 3, 1, -1, None)))
+    assert watch.look() == []
+    time.sleep(1.5 * QUICK.gone_s)
+    assert watch.look() == []
+
+
+def test_a_heart_beats_while_in_a_call():
+    posted = []
+    heart = Heart(lambda data: posted.append(msgspec.msgpack.decode(data, type=Beat)), QUICK)
+    heart.start(7, 30.0)
+    heart.advance(100)
+    time.sleep(0.3)
+    heart.posted(2)
+    assert heart.lapsed_s() < 0.3
+    heart.stop([])
+    count = len(posted)
+    assert count >= 4
+    time.sleep(0.2)
+    assert len(posted) == count
+    assert [beat.count for beat in posted] == list(range(1, count + 1))
+    assert {beat.call for beat in posted} == {7}
+    assert posted[0].left is None
+    assert posted[-1].left == []
+    assert posted[-1].posted == 2
+    assert posted[-1].progress >= 101
+
+
+def test_a_heart_notices_that_it_stood_still():
+    def slow(data):
+        time.sleep(0.4)
+
+    heart = Heart(slow, QUICK)
+    heart.start(0, 30.0)
+    assert heart.lapsed_s() >= 0.4
+    heart.stop([])
+
+
+def test_patience_must_make_sense(monkeypatch):
+    with pytest.raises(ValueError, match="gone_s"):
+        Patience(beat_s=5, gone_s=6)
+    monkeypatch.setenv("SHARDKEEP_TIMEOUT_S", "12.5")
+    assert default_timeout_s() == 12.5
+    monkeypatch.setenv("SHARDKEEP_TIMEOUT_S", "-1")
+    with pytest.raises(ValueError, match="SHARDKEEP_TIMEOUT_S"):
+        default_timeout_s()
+
+
+# --- planes
+
+
+def test_a_helper_can_be_given_up():
+    helper, gate = Helper(), threading.Event()
+
+    def give_up():
+        raise TimeoutError("enough")
+
+    assert helper.run(lambda: 1, give_up, 5.0) == 1
+    with pytest.raises(TimeoutError, match="enough"):
+        helper.run(gate.wait, give_up, 0.05)
+    assert helper.run(lambda: 2, give_up, 5.0) == 2
+    with pytest.raises(KeyError):
+        helper.run(lambda: {}["a"], give_up, 5.0)
+    gate.set()
+    helper.stop()
+
+
+def test_a_dict_shared_by_threads():
+    space = SharedDict()
+    assert space.claim("a", b"1") == b"1"
+    assert space.claim("a", b"2") == b"1"
+    assert space.get("b", 0.01) is None
+    assert space.add("n", 2 + FAILED) == 2 + FAILED
+    assert space.count("n", 2, 0) == 2 + FAILED
+    assert space.get_many(["a", "b"]) == [b"1", None]
+    space.forget(["a", "n"])
+    assert space.get_many(["a"]) == [None]
+    assert space.count("n", 1, 0.01) == 0
+
+
+# --- errors
+
+
+def test_any_error_can_be_told():
+    class Silent(Exception):
+        def __str__(self):
+            raise RuntimeError
+
+    class Derived(CheckpointNotFoundError):
+        pass
+
+    def told(error):
+        return msgspec.msgpack.decode(msgspec.msgpack.encode(describe(error, 4)), type=Failure)
+
+    assert told(Silent()).text == "<no text>"
+    assert told(Derived("x")).kind == "CheckpointNotFoundError"
+    assert told(ValueError("\udc80")).text == "\\udc80"
+    huge = told(ValueError("x" * 5_000_000))
+    assert len(huge.text) < MAX_TEXT + 100
+    assert "more characters" in huge.text
+    many = told(MismatchError("x", missing=[str(n) for n in range(50_000)]))
+    assert len(many.details["missing"]) == 10_000
+    assert told(KeyboardInterrupt()).kind == "KeyboardInterrupt"
+
+
+def test_failures_of_one_class_stay_that_class():
+    same = merge_failures([describe(StorageError("full", transient=True), r) for r in (2, 1)])
+    assert isinstance(same, StorageError)
+    assert same.transient
+    assert str(same) == "full [rank 1, 2]"
+    mixed = merge_failures([describe(StorageError("full"), 0), describe(ValueError("x"), 3)])
+    assert isinstance(mixed, RankError)
+    assert dict(mixed.failures) == {0: "StorageError: full", 3: "ValueError: x"}
