@@ -136,8 +136,8 @@ class Structure:
             for name, path in zip(self._names, self.paths, strict=True):
                 if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
                     raise UnsupportedValueError(
-                        f"the name of {key_text(path[0])[:80]}... is {len(name.encode())} bytes long; "
-                        f"at most {MAX_NAME_BYTES} can be stored"
+                        f"the name of {key_text(path[0])[:80]}... has {len(name.encode())} bytes; at "
+                        f"most {MAX_NAME_BYTES} can be stored"
                     )
         return self._names
 
