@@ -159,7 +159,7 @@ def test_calls_that_end_leave_no_keys_and_no_threads():
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may have ended
 
 
 def test_ranks_must_be_asked_for_the_same():

@@ -135,9 +135,10 @@ class Structure:
             self._names = unique_names(self.paths)
             for name, path in zip(self._names, self.paths, strict=True):
                 if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
+                    begin, size = key_text(path[0])[:80], len(name.encode())
                     raise UnsupportedValueError(
-                        f"the name of {key_text(path[0])[:80]}... has {len(name.encode())} bytes; at "
-                        f"most {MAX_NAME_BYTES} can be stored"
+                        f"the name of {begin}... has {size} bytes; at most {MAX_NAME_BYTES} can be "
+                        "stored"
                     )
         return self._names
 
