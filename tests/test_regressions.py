@@ -370,3 +370,13 @@ def test_a_saver_that_was_collected_learns_it_at_once(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="collected"):
         shardkeep.save({"x": 1}, tmp_path)
     assert time.monotonic() - begun < 20
+
+
+def test_ranks_that_ask_for_different_keys(tmp_path):
+    shardkeep.save({"m": {"a": 1, "b": 2}}, tmp_path)
+    outcomes = ThreadRanks(2).outcomes(
+        lambda c: shardkeep.load(
+            {"m": {"a": 0, "b": 0}}, tmp_path, keys=["m.a", "m.b"][: c.rank + 1], process_group=c
+        )
+    )
+    assert all(isinstance(o, PlanError) and "keys" in str(o) for o in outcomes)

@@ -157,6 +157,8 @@ class Checkpointer:
         """Fill a nested state; see `shardkeep.load`."""
         options = {
             "strict": strict,
+            "keys": keys if keys is None or isinstance(keys, str) else list(keys),
+            "optional": optional if isinstance(optional, str) else list(optional),
             "cast": cast,
             "verify": verify,
             "expect_digest": expect_digest,

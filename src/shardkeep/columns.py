@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 import msgspec
 import numpy as np
@@ -191,6 +192,29 @@ class Boxes:
         )
 
 
+T = TypeVar("T")
+
+
+class Rows(Sequence[T]):
+    """A sequence over columns: objects are made by `row`, one at a time, when somebody looks."""
+
+    @abstractmethod
+    def row(self, row: int) -> T:
+        """The object of one row, counted from 0."""
+
+    @overload
+    def __getitem__(self, row: int) -> T: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[T]: ...
+    def __getitem__(self, row: int | slice) -> T | list[T]:
+        """One row as an object, or a list of some."""
+        if isinstance(row, slice):
+            return [self.row(i) for i in range(*row.indices(len(self)))]
+        if not -len(self) <= row < len(self):
+            raise IndexError(row)
+        return self.row(row % len(self))
+
+
 class ChunkList(Sequence[ChunkStorageMetadata]):
     """The chunks of one tensor: a sequence of boxes over two matrices."""
 
@@ -238,7 +262,7 @@ class ChunkList(Sequence[ChunkStorageMetadata]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Strings(Sequence[str]):
+class Strings(Rows[str]):
     """Many strings as one UTF-8 blob and the offsets into it."""
 
     blob: bytes
@@ -250,16 +274,8 @@ class Strings(Sequence[str]):
         """Number of strings."""
         return len(self.start) - 1
 
-    @overload
-    def __getitem__(self, row: int) -> str: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[str]: ...
-    def __getitem__(self, row: int | slice) -> str | list[str]:
-        """One string, or a list of some."""
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        if row < 0:
-            row = range(len(self))[row]
+    def row(self, row: int) -> str:
+        """One string."""
         return str(self.blob[int(self.start[row]) : int(self.start[row + 1])], "utf-8")
 
     def tolist(self) -> list[str]:

@@ -452,7 +452,7 @@ class Ranks:
     def close(self) -> None:
         """End the bulk plane, and take this rank's keys out of the control plane."""
         self._drop_bulk()
-        with contextlib.suppress(RankError):
+        with contextlib.suppress(Exception):
             self._control.forget([beat_key(self.rank), *self._old_keys])
         self._old_keys = []
         self._control.close()

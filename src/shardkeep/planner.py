@@ -10,14 +10,13 @@ one row looks like.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import overload
 
 import numpy as np
 
 from shardkeep.arrays import Sink, Source
-from shardkeep.columns import Boxes, Column, Ints
+from shardkeep.columns import Boxes, Column, Ints, Rows
 from shardkeep.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -85,7 +84,7 @@ class LocalColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class WriteItems(Sequence[WriteItem]):
+class WriteItems(Rows[WriteItem]):
     """The items of a plan: rows of a chunk table, then values."""
 
     tensors: TensorTable
@@ -103,17 +102,8 @@ class WriteItems(Sequence[WriteItem]):
         """Chunks and values together."""
         return len(self.chunks) + len(self.value_names)
 
-    @overload
-    def __getitem__(self, row: int) -> WriteItem: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[WriteItem]: ...
-    def __getitem__(self, row: int | slice) -> WriteItem | list[WriteItem]:
+    def row(self, row: int) -> WriteItem:
         """One item as an object."""
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(row)
-        row %= len(self)
         if row >= len(self.chunks):
             at = row - len(self.chunks)
             index = MetadataIndex(self.value_names[at], None, self.value_source[at])
@@ -124,10 +114,6 @@ class WriteItems(Sequence[WriteItem]):
             MetadataIndex(self.tensors.names[tensor], box.offsets, int(self.chunks.source[row])),
             TensorWriteData(box, self.tensors.properties(tensor), self.tensors.shape(tensor)),
         )
-
-    def __iter__(self) -> Iterator[WriteItem]:
-        """All items as objects, one at a time."""
-        return (self[i] for i in range(len(self)))
 
     @classmethod
     def of(cls, items: Sequence[WriteItem]) -> WriteItems:
@@ -191,7 +177,7 @@ class ReadItem:
 
 
 @dataclass(frozen=True, eq=False)
-class ReadItems(Sequence[ReadItem]):
+class ReadItems(Rows[ReadItem]):
     """The items of a load plan: one row per pair of wanted box and stored chunk, then values."""
 
     tensors: TensorTable
@@ -219,17 +205,8 @@ class ReadItems(Sequence[ReadItem]):
         """Regions and values together."""
         return len(self.chunks) + len(self.value_names)
 
-    @overload
-    def __getitem__(self, row: int) -> ReadItem: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[ReadItem]: ...
-    def __getitem__(self, row: int | slice) -> ReadItem | list[ReadItem]:
+    def row(self, row: int) -> ReadItem:
         """One item as an object."""
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
-        if not -len(self) <= row < len(self):
-            raise IndexError(row)
-        row %= len(self)
         if row >= len(self.chunks):
             at = row - len(self.chunks)
             name = self.value_names[at]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import threading
 import time
 import weakref
 from collections import Counter
@@ -37,6 +36,9 @@ DESTROYED = (
     "the process group that Shardkeep used was destroyed. Call shardkeep.flush() on every rank "
     "before torch.distributed.destroy_process_group(); to go on without a group, pass no_dist=True"
 )
+
+CONNECT_S = 60.0
+"""How long a connection to the store may take: names are looked up on the way."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has made a coordinator for the same ranks: part of its keys, so that none
@@ -102,6 +104,7 @@ class TorchRanks(Ranks):
         group = self._group()
         if group is None or not is_alive(group):
             raise PlanError(DESTROYED)
+        self._line.open()
         return super().call(what)
 
     def _connect_gloo(self, name: str) -> Bulk:
@@ -130,8 +133,7 @@ class _StoreLine:
         self._asking: Any = None
         self._posting: Any = None
         self._known: set[str] = set()
-        self._lost: RankError | None = None
-        self._lock = threading.Lock()
+        self._lost: Exception | None = None
 
     def connection(self, prefix: str = "") -> Any:
         """A connection of its own to the store, under a prefix."""
@@ -144,46 +146,52 @@ class _StoreLine:
 
     # --- calls with a deadline
 
+    def open(self) -> None:
+        """Connect, the first time and after the store did not answer."""
+        if self._posting is not None and self._lost is None:
+            return
+        self._lost = None
+        self._asking, self._posting = self._within(
+            max(CONNECT_S, self._gone_s), lambda: (self.connection(), self.connection())
+        )
+
     def _ask(self, work: Callable[[Any], T]) -> T:
         if self._lost is not None:
-            raise self._lost
-        deadline = time.monotonic() + self._gone_s
+            raise self._lose(self._lost)
+        return self._within(self._gone_s, lambda: work(self._asking))
+
+    def _within(self, limit_s: float, work: Callable[[], T]) -> T:
+        deadline = time.monotonic() + limit_s
         waited = 0.0
-        tick_s = min(1.0, self._gone_s / 6)
+        tick_s = min(1.0, limit_s / 6)
 
         def tick() -> None:
             # Counted in ticks: a process that was itself stopped has not waited.
             nonlocal waited
             waited += tick_s
-            if waited >= self._gone_s and time.monotonic() >= deadline:
-                raise TimeoutError(f"no answer within {self._gone_s:g} s")
-
-        def run() -> T:
-            if self._asking is None:
-                self._asking = self.connection()
-            return work(self._asking)
+            if waited >= limit_s and time.monotonic() >= deadline:
+                raise TimeoutError(f"no answer within {limit_s:g} s")
 
         try:
-            return self._helper.run(run, tick, tick_s)
+            return self._helper.run(work, tick, tick_s)
         except (RuntimeError, OSError) as error:
             raise self._lose(error) from error
 
     def _lose(self, error: Exception) -> RankError:
+        self._lost = error
         who = "global rank 0" if self._host is None else f"rank {self._host}"
-        text = f"{who} (store host) is gone: the job's store does not answer"
-        failures = {} if self._host is None else {self._host: "gone: store host"}
-        self._lost = RankError(text, failures=failures)
-        self._lost.add_note(f"{type(error).__qualname__}: {error}")
-        return self._lost
+        lost = RankError(
+            f"{who} (store host) is gone: the job's store does not answer",
+            failures={} if self._host is None else {self._host: "gone: store host"},
+        )
+        lost.add_note(f"{type(error).__qualname__}: {error}")
+        return lost
 
     # --- the plane
 
     def set(self, key: str, value: bytes) -> None:
         """Post without waiting for an answer."""
         try:
-            with self._lock:
-                if self._posting is None:
-                    self._posting = self.connection()
             self._posting.set(key, value)
         except (RuntimeError, OSError) as error:
             raise self._lose(error) from error
@@ -261,7 +269,7 @@ class _StoreLine:
         self._ask(delete)
 
     def close(self) -> None:
-        """Hang up."""
+        """Hang up; `open` begins anew."""
         self._helper.stop()
         self._asking = self._posting = None
 

@@ -139,7 +139,9 @@ class RankServer:
             return self._line
         ours, theirs = socket.socketpair()
         code = f"from shardkeep.testing.processes import _serve; _serve({theirs.fileno()})"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # torch looks up the name of each address it connects to; without one, that takes 5 s.
+        resolver = "timeout:1 attempts:1"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RES_OPTIONS": resolver}
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env=environment
         )
