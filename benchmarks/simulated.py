@@ -153,6 +153,12 @@ class Shards:
         sizes[shapes.start[:-1]] = size[tensor]
         return tensor, Boxes(shapes.start, offsets, sizes)
 
+    def wanted(self, rank: int) -> list[tuple[str, Any]]:
+        """Names and boxes, for a load."""
+        names = self.table.names
+        held, boxes = self.held(rank)
+        return [(names[row], boxes[at]) for at, row in enumerate(held.tolist())]
+
     def local_plan(self, rank: int) -> SavePlan:
         """What `DefaultSavePlanner.create_local_plan` makes of such a rank's state."""
         leaves = self.model.leaves

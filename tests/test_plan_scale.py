@@ -1,10 +1,12 @@
 """The planning benchmark, small: that its code runs; and what opening a large index reads."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from benchmarks import plan
+from benchmarks.pipeline import STAGES, Pipeline
 from benchmarks.simulated import Model, Shards, even_cut, plan_checkpoint, write_index
 
 import shardkeep
@@ -57,6 +59,45 @@ def test_the_simulated_model_is_what_a_planner_would_see():
     assert [structure.names[leaf] for leaf in shards.local_plan(0).items.local.tensor_leaf] == [
         tensor.name for tensor in tensors
     ]
+
+
+def test_the_405b_pipeline_small(tmp_path, capsys):
+    options = ["--model", "405b", "--ranks", "256", "--load-ranks", "128"]
+    plan.main([*options, "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    assert "3411 tensors" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert [row["name"] for row in numbers["405b"]["phases"]] == PHASES
+
+
+def test_the_405b_pipeline_has_all_elements_of_the_model():
+    job = Pipeline(128 * 128)
+    assert job.ranks == 16384
+    stages = job.stages
+    assert len(stages) == STAGES
+    elements = {
+        name: math.prod(stage.table.shape(row))
+        for stage in stages
+        for row, name in enumerate(stage.table.names)
+    }
+    parameters = sum(n for name, n in elements.items() if name.startswith("model."))
+    assert parameters == 405_853_388_800
+    assert sum(elements.values()) == 3 * parameters
+    # The last data rank has what is left of the embeddings: 16032 rows in parts of 126.
+    held, boxes = job.held(127 * 8 + 3)
+    row = stages[0].table.names.index("model.embed_tokens.weight")
+    box = boxes[held.tolist().index(row)]
+    assert box.offsets == (3 * 16032 + 127 * 126, 0)
+    assert box.sizes == (30, 16384)
+
+
+def test_planning_on_real_processes(tmp_path, capsys):
+    pytest.importorskip("torch")
+    options = ["--processes", "2", "--sharded", "30", "--repeat", "1"]
+    plan.main([*options, "--dir", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    assert "ratio of medians" in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "out.json").read_text())
+    assert numbers["tensors"] == 30
+    assert all(numbers[side]["median"] > 0 for side in ("torch", "shardkeep"))
 
 
 # --- what an open reads ---------------------------------------------------------------------------
