@@ -5,8 +5,19 @@ import pytest
 from shardkeep.testing.processes import RankServer
 
 
+class _Telling(RankServer):
+    """Prints what ranks wrote: pytest shows it with a test that failed."""
+
+    def outcomes(self, *args, **options):
+        outcomes = super().outcomes(*args, **options)
+        for outcome in outcomes:
+            if outcome.log:
+                print(f"--- rank {outcome.rank}, {outcome.seconds:.2f} s\n{outcome.log}")
+        return outcomes
+
+
 @pytest.fixture(scope="session")
 def processes():
     pytest.importorskip("torch")
-    with RankServer() as server:
+    with _Telling() as server:
         yield server
