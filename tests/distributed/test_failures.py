@@ -74,7 +74,8 @@ def coordinator(fault=None, timeout_s=60.0, patience=LONG):
 
     ranks = Faulty(patience=patience)
     given, fault = fault, None
-    ranks.agree("warm up", lambda: None)  # connecting may take long: names are looked up
+    for _ in range(2):  # connecting may take long, as names are looked up; then all are connected
+        ranks.agree("warm up", lambda: None)
     fault = given
     ranks._drop_bulk()
     ranks.timeout_s, ranks.steps, ranks.seen = timeout_s, -1, ()
