@@ -69,62 +69,39 @@ def run_save(
     planned: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveResult:
     """Save `state` from every rank of the group; returns once it is committed everywhere."""
-    with coordinator.call("save"):
-        return _run_save(
-            state,
-            checkpoint_id=checkpoint_id,
-            writer=writer,
-            planner=planner,
-            coordinator=coordinator,
-            options=options,
-            read_metadata=read_metadata,
-            planned=planned,
-        )
-
-
-def _run_save(
-    state: object,
-    *,
-    checkpoint_id: str,
-    writer: StorageWriter,
-    planner: SavePlanner,
-    coordinator: Coordinator,
-    options: Mapping[str, Any],
-    read_metadata: Callable[[str], Metadata],
-    planned: Callable[[int], None],
-) -> SaveResult:
     place = Place(coordinator.rank, coordinator.world_size)
     clock = _Clock()
     committing = False
-    try:
-        word = coordinator.gather_scatter(
-            "set up",
-            lambda: encode_asked({"checkpoint_id": checkpoint_id, **options}),
-            lambda told: [_lead_set_up(told, writer, place)] * place.world_size,
-        )
-        if place.world_size > 1:
-            coordinator.agree("see storage", lambda: _follow_set_up(writer, place, word))
-        clock.lap("set up")
+    with coordinator.call("save"):
+        try:
+            word = coordinator.gather_scatter(
+                "set up",
+                lambda: encode_asked({"checkpoint_id": checkpoint_id, **options}),
+                lambda told: [_lead_set_up(told, writer, place)] * place.world_size,
+            )
+            if place.world_size > 1:
+                coordinator.agree("see storage", lambda: _follow_set_up(writer, place, word))
+            clock.lap("set up")
 
-        plan, metadata = _plan(state, writer, planner, coordinator, place)
-        planned(sum(_item_bytes(plan)))
-        clock.lap("plan")
+            plan, metadata = _plan(state, writer, planner, coordinator, place)
+            planned(sum(_item_bytes(plan)))
+            clock.lap("plan")
 
-        results: list[WriteResult] = []
-        coordinator.agree("write", lambda: results.extend(writer.write_data(plan, planner)))
-        clock.lap("write")
+            results: list[WriteResult] = []
+            coordinator.agree("write", lambda: results.extend(writer.write_data(plan, planner)))
+            clock.lap("write")
 
-        committing = True
-        answer = coordinator.gather_scatter(
-            "commit",
-            lambda: _encode_results(results),
-            lambda told: [_commit(told, writer, metadata, coordinator)] * place.world_size,
-        )
-        writer.settle()
-        clock.lap("commit")
-    except BaseException:
-        writer.abort(committing=committing)
-        raise
+            committing = True
+            answer = coordinator.gather_scatter(
+                "commit",
+                lambda: _encode_results(results),
+                lambda told: [_commit(told, writer, metadata, coordinator)] * place.world_size,
+            )
+            writer.settle()
+            clock.lap("commit")
+        except BaseException:
+            writer.abort(committing=committing)
+            raise
     done = msgspec.msgpack.decode(answer, type=_Committed)
     written = sum(result.size_in_bytes for result in results)
     stats = {**clock.laps, "bytes": written, "files": len(results)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -29,8 +28,6 @@ __all__ = [
 ]
 
 CheckpointId = str | os.PathLike[str]
-Progress = Callable[[int], None]
-"""Called with the number of payload bytes just moved; from any thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +162,7 @@ BUILT_IN = ("shardkeep.formats.native:NativeStorage",)
 """`module:name` of the storages that come with the package, asked first."""
 
 
-def _kinds() -> list[Any]:
+def _kinds() -> list[StorageKind]:
     kinds = []
     for spec in BUILT_IN:
         module, _, name = spec.partition(":")
@@ -173,7 +170,7 @@ def _kinds() -> list[Any]:
     return kinds
 
 
-def _third_party() -> list[Any]:
+def _third_party() -> list[StorageKind]:
     from importlib.metadata import entry_points
 
     return [point.load() for point in entry_points(group="shardkeep.storage")]

@@ -12,7 +12,7 @@ import msgspec
 
 from shardkeep.errors import FormatError
 
-__all__ = ["ALIGNMENT", "Entry", "header_room", "read_header", "write_header"]
+__all__ = ["ALIGNMENT", "Entry", "header_room", "no_duplicates", "read_header", "write_header"]
 
 ALIGNMENT = 4096
 MAX_HEADER = 100_000_000
@@ -56,7 +56,8 @@ def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], room
     return (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys stand once each; for `object_pairs_hook`."""
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a key stands twice")
@@ -66,7 +67,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_header(data: bytes, where: str, file_end: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """Entries and metadata of a header, given all of its bytes; anything odd is a `FormatError`."""
     try:
-        table = json.loads(data[8:], object_pairs_hook=_no_duplicates)
+        table = json.loads(data[8:], object_pairs_hook=no_duplicates)
         metadata = table.pop("__metadata__")
         base = len(data)
         entries = {}

@@ -18,6 +18,7 @@ import msgspec
 
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.formats.native.header import no_duplicates
 from shardkeep.formats.native.names import CONTENT_KEY, save_id_of
 
 __all__ = ["MAX_RECORD", "FileRow", "Record", "decode_record", "encode_record"]
@@ -126,18 +127,11 @@ def decode_record(data: bytes, where: str) -> Record:
             f"found {digest.decode()})"
         )
     try:
-        table = json.loads(data, object_pairs_hook=_no_duplicates)
+        table = json.loads(data, object_pairs_hook=no_duplicates)
         _check_version(table, where)
         return _parse(table, f"{name}:{digest.decode()}", where)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise FormatError(f"{where}: the record is not well formed: {error!r}") from error
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a member stands twice")
-    return table
 
 
 def _check_version(table: dict[str, Any], where: str) -> None:
