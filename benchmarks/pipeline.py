@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.simulated import LAYER, OUTER
 from shardkeep.columns import Boxes, Ints
-from shardkeep.default_planner import _replica_number
+from shardkeep.holding import replica_number
 from shardkeep.metadata import TensorProperties
 from shardkeep.planner import LocalColumns, SavePlan, WriteItems
 from shardkeep.structure import TENSOR, VALUE, Structure
@@ -155,14 +155,12 @@ class Pipeline:
         tensor, boxes = self.held(rank)
         count = len(tensor)
         first = rank - rank % TENSOR_RANKS
-        alone = _replica_number((f"mesh {at}", rank))
-        together = _replica_number((f"mesh {at}", *range(first, first + TENSOR_RANKS)))
+        alone = replica_number((f"mesh {at}", rank))
+        together = replica_number((f"mesh {at}", *range(first, first + TENSOR_RANKS)))
         local = LocalColumns(
             stage.tensor_leaf,
             stage.value_leaf,
             np.where(stage.cut[tensor] == WHOLE, together, alone),
-            np.zeros((count, 16), np.uint8),
-            np.ones((len(stage.value_leaf), 16), np.uint8),
         )
         chunks = ChunkTable(tensor, boxes, np.full(count, rank), np.arange(count))
         values = range(len(stage.value_names))

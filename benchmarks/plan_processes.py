@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardkeep import saving
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.groups import coordinator_for, flush
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import Place, SavePlan
+from shardkeep.planning import PlanMemory, Planning
 from shardkeep.testing.processes import RankServer
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def plan_ours(state: dict[str, Any], directory: str) -> Round:
         if not place.is_coordinator:
             writer.set_up_storage_writer(place, word)
         with clock.whole():
-            plan, _ = saving._plan(state, writer, planner, ranks, place)
+            plan = Planning(state, writer, planner, ranks, PlanMemory()).plan(ask_reuse=False)
     assert len(plan.items) > 0
     writer.abort(committing=False)
     return clock

@@ -170,8 +170,6 @@ class Shards:
             tensor_leaf,
             value_leaf,
             np.where(self._replicated[tensor], HOLDERS, 0),
-            np.zeros((count, 16), np.uint8),
-            np.ones((len(value_leaf), 16), np.uint8),
         )
         structure = self.model.structure()
         names = [structure.names[leaf] for leaf in value_leaf.tolist()]
@@ -198,7 +196,9 @@ def write_index(
         payload = plan.values + (1 if plan.holds_values else 0)
         size = DigestLayout(payload, writer.block, algorithm("xxh3-128").size).file_size
         values = plan.values if plan.holds_values else None
-        files.append(FileRow(plan.name, size, payload, "00" * 16, values, plan.count))
+        files.append(
+            FileRow(plan.name(writer.save_id), size, payload, "00" * 16, values, plan.count)
+        )
     record = encode_record(Record(writer.save_id, index, tuple(files), block=writer.block))
     with open(os.path.join(directory, RECORD), "wb") as file:
         file.write(record)

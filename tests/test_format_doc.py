@@ -420,7 +420,7 @@ def test_digest_algorithms_are_in_the_document():
 
 
 def test_every_limit_is_in_the_document():
-    from shardkeep import default_planner, structure, values
+    from shardkeep import holding, structure, values
     from shardkeep.engine import digests
     from shardkeep.formats.native import commit, header, layout, record, writer
 
@@ -440,7 +440,7 @@ def test_every_limit_is_in_the_document():
         "name": [structure.MAX_NAME_BYTES],
         "nesting of containers": [structure.MAX_DEPTH],
         "nesting within a plain value": [values.MAX_DEPTH],
-        "dimensions of a tensor": [default_planner.MAX_DIMS],
+        "dimensions of a tensor": [holding.MAX_DIMS],
         "bytes of a tensor": [2, 63],
         "touching the lease": [commit.TOUCH_S],
         "seeing the lease": [writer.LEASE_SEEN_S],

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The seam between the core and the array libraries.
 
-An adapter says what this rank holds of an array (`held`), and where loaded bytes go (`target`).
-Between the two there are only boxes, dtypes, sources and sinks. Adapters are found by the module
-an array's class comes from and imported on first need, so the core imports no framework.
+An adapter says what this rank holds of an array (`form`, `sources`), and where loaded bytes go
+(`target`). Between the two there are only boxes, dtypes, sources and sinks. Adapters are found by
+the module an array's class comes from and imported on first need: the core imports no framework.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
     "ArrayAdapter",
+    "ArrayForm",
     "ArrayParts",
     "HostSink",
     "HostSource",
-    "LocalArray",
     "LocalTarget",
     "Memory",
     "PartSink",
     "Sink",
     "SinkPiece",
     "Source",
-    "SourcePiece",
     "adapter_of",
     "region",
+    "source_parts",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -55,6 +55,16 @@ class Source(Protocol):
 
     def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
         """A box of these elements, as a source of its own."""
+
+
+def source_parts(
+    source: Source, shape: tuple[int, ...], regions: Sequence[ChunkStorageMetadata]
+) -> Sequence[Source]:
+    """Regions of a source of this shape; the whole of it is the source itself."""
+    return [
+        source if region.sizes == shape else source.part(region.offsets, region.sizes)
+        for region in regions
+    ]
 
 
 class Sink(Protocol):
@@ -132,22 +142,6 @@ class PartSink:
     def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
         """Hand on, with offsets counted from the start of the larger sink."""
         self.sink.put(tuple(map(add, self.offsets, offsets)), block, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class SourcePiece:
-    """One box this rank can store."""
-
-    box: ChunkStorageMetadata
-    """Where it sits in the whole tensor."""
-    source: Source
-    """Its elements."""
-
-    def part(self, local: ChunkStorageMetadata, box: ChunkStorageMetadata) -> SourcePiece:
-        """The region `local` of these elements, which is `box` of the whole tensor."""
-        if local.sizes == self.box.sizes:
-            return SourcePiece(box, self.source)
-        return SourcePiece(box, self.source.part(local.offsets, local.sizes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +227,8 @@ class SinkPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class LocalArray:
-    """What one rank holds of one tensor."""
+class ArrayForm:
+    """What one rank holds of one tensor, but for the elements; many tensors share one form."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -242,12 +236,10 @@ class LocalArray:
     """Element type."""
     properties: TensorProperties
     """What is recorded of it."""
-    pieces: Sequence[SourcePiece]
-    """The boxes held here; may be empty."""
+    boxes: tuple[ChunkStorageMetadata, ...]
+    """The boxes held here; may be none."""
     replicas: tuple[Hashable, ...] = ()
     """Who else is declared to hold the same boxes; `()` = nothing is declared."""
-    tie: Hashable = None
-    """Equal for exactly tied arrays: same memory, shape, strides and dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +274,24 @@ class ArrayAdapter(Protocol):
     def claims(self, kind: type) -> bool:
         """Whether values of this type are arrays of this library."""
 
-    def held(self, value: object, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """For each value, what its form follows from, as something quick to compare.
+
+        Values with equal glances have equal forms; None says nothing. Never raises: what is wrong
+        with a value is for `form` to say.
+        """
+
+    def form(self, value: Any, where: str) -> ArrayForm:
         """What this rank holds, or `UnsupportedValueError` naming `where`."""
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]:
+        """The elements of each box of the form."""
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """A number for each value: arrays that may be tied have equal ones; 0 = surely not tied."""
+
+    def tie(self, value: Any) -> Hashable:
+        """Equal for exactly tied arrays: same memory, strides and dtype."""
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type of a load target; allocates nothing."""
@@ -291,8 +299,11 @@ class ArrayAdapter(Protocol):
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Where loaded bytes go; allocates abstract targets on `device`."""
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
-        """The inner arrays of a composite array, or None for an ordinary one."""
+    def is_composite(self, kind: type) -> bool:
+        """Whether arrays of this type are stored as the arrays they are made of."""
+
+    def parts(self, value: Any) -> ArrayParts:
+        """The inner arrays of a composite array."""
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """An array of this library over the given memory."""
@@ -344,10 +355,15 @@ def _declares_shards(kind: type) -> bool:
 def adapter_of(value: object) -> ArrayAdapter | None:
     """The adapter for this value, or None where it is not an array."""
     adapter = adapter_of_type(type(value))  # type: ignore[arg-type]
-    # Shard fields may also be set on one array, as on a plain torch tensor.
-    if adapter is not None and SHARD_FIELDS[0] in getattr(value, "__dict__", ()):
+    if adapter is not None and any_sets_shard_fields((value,)):
         return _adapter_in("shardkeep.adapters.shard_protocol")
     return adapter
+
+
+def any_sets_shard_fields(values: Sequence[object]) -> bool:
+    """Whether shard fields are set on one of these arrays itself, as on a plain torch tensor."""
+    field = SHARD_FIELDS[0]
+    return any(field in getattr(value, "__dict__", ()) for value in values)
 
 
 def _adapter_in(module: str) -> ArrayAdapter:

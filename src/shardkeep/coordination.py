@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -71,6 +71,10 @@ class Coordinator(Protocol):
     def may_commit(self) -> None:
         """Called on the coordinator just before the commit; raises if others gave it up."""
 
+    @property
+    def memory(self) -> MutableMapping[str, Any]:
+        """What drivers remember from one call to the next, as long as the group is used."""
+
     def close(self) -> None:
         """Let go of what outlives a call."""
 
@@ -80,6 +84,10 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+
+    def __init__(self) -> None:
+        """Nothing is remembered yet."""
+        self.memory: dict[str, Any] = {}
 
     def call(self, what: str) -> AbstractContextManager[None]:
         """Nobody watches."""
@@ -174,6 +182,7 @@ class Ranks:
         self._call: _Call | None = None
         self._old_keys: list[str] = []
         self._helper = Helper()
+        self.memory: dict[str, Any] = {}
 
     # --- the call
 

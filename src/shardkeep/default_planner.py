@@ -5,34 +5,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 import xxhash
 
 from shardkeep import tree, values
-from shardkeep.arrays import LocalArray, Source, adapter_of
-from shardkeep.columns import Boxes, Column, order_by
-from shardkeep.errors import PlanError, UnsupportedValueError
+from shardkeep.arrays import Source
+from shardkeep.columns import order_by
 from shardkeep.global_plan import join_plans
+from shardkeep.holding import Holding, Look
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
-    LocalColumns,
     Place,
     SavePlan,
     SavePlanner,
     WriteItem,
     WriteItems,
 )
-from shardkeep.structure import VALUE
-from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable
+from shardkeep.sharing import Shared
+from shardkeep.tables import ChunkTable, StateColumns
 
 __all__ = ["CheckReplicas", "DefaultSavePlanner"]
 
 CheckReplicas: TypeAlias = Literal["sample", "full", "off"]
 
-MAX_DIMS = 32
 FULL_DIGEST_BYTES = 1 << 20
 SAMPLE_BYTES = 64 << 10
 _UNIT = 1 << 20
@@ -52,8 +50,10 @@ class DefaultSavePlanner(SavePlanner):
         self._pickled = False
         self.renamed: list[dict[int, str]] = []
         """On the coordinator after the global plan: names that changed, by rank and leaf."""
+        self.shared: Shared | None = None
+        """On the coordinator after the global plan: what undeclared replicas must be compared."""
         self._place = Place()
-        self._sources: list[tuple[ChunkStorageMetadata, Source]] = []
+        self._holding = Holding.of(tree.flatten({}))
         self._values: list[bytes] = []
 
     def set_up_planner(
@@ -61,8 +61,9 @@ class DefaultSavePlanner(SavePlanner):
     ) -> None:
         """Take this rank's state apart, on the caller's thread."""
         self._place = place
-        self._flat = tree.flatten(state_dict, rank=place.rank, world_size=place.world_size)
-        self._sources, self._values = [], []
+        flat = tree.flatten(state_dict, rank=place.rank, world_size=place.world_size)
+        self._holding = Holding.of(flat)
+        self._values = []
         self._pickled = False
 
     @property
@@ -72,107 +73,54 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Name every box and value this rank holds."""
-        structure = self._flat.structure
+        holding, structure = self._holding, self._holding.flat.structure
         names = structure.names
-        arrays: list[LocalArray] = []
-        tensor_leaf, value_leaf, ties, alias_of = [], [], dict[Any, int](), []
-        for number, leaf in enumerate(self._flat.leaves):
-            if leaf.kind == VALUE:
-                encoded = values.encode_value(
-                    leaf.value, where=names[number], allow_pickle=self.allow_pickle
-                )
-                self._pickled |= encoded.pickled
-                self._values.append(encoded.data)
-                value_leaf.append(number)
-                continue
-            adapter = adapter_of(leaf.value)
-            assert adapter is not None
-            array = adapter.held(leaf.value, names[number])
-            _check_shape(array.shape, array.dtype.itemsize, names[number])
-            tie = (array.tie, array.shape, tuple(p.box for p in array.pieces))
-            first = len(arrays) if array.tie is None else ties.setdefault(tie, len(arrays))
-            alias_of.append(NO_ALIAS if first == len(arrays) else first)
-            arrays.append(array)
-            tensor_leaf.append(number)
-        items = self._columns(names, arrays, tensor_leaf, value_leaf, alias_of)
-        return SavePlan(items, structure)
+        holding.look_closely(self._place)
+        self.encode_values()
+        return SavePlan(holding.columns(names, self._place.rank), structure)
 
-    def _columns(
-        self,
-        names: Sequence[str],
-        arrays: Sequence[LocalArray],
-        tensor_leaf: list[int],
-        value_leaf: list[int],
-        alias_of: list[int],
-    ) -> WriteItems:
-        tensor, replicas, digests = [], [], []
-        compare = self._place.world_size > 1 and self.check_replicas != "off"
-        for row, array in enumerate(arrays):
-            self._check_declared(array, names[tensor_leaf[row]])
-            declared = _replica_number(array.replicas)
-            for piece in array.pieces:
-                nbytes = math.prod(piece.box.sizes) * array.dtype.itemsize
-                if nbytes == 0:
-                    continue
-                self._sources.append((piece.box, piece.source))
-                tensor.append(row)
-                replicas.append(declared)
-                if compare and not declared:
-                    digests.append(self._digest(piece.source, nbytes, array.dtype.itemsize))
-                else:
-                    digests.append(bytes(16))
-        count = len(tensor)
-        table = ChunkTable(
-            np.array(tensor, np.int64),
-            Boxes.of([box for box, _ in self._sources]),
-            np.full(count, self._place.rank),
-            np.arange(count),
-        )
-        local = LocalColumns(
-            np.array(tensor_leaf, np.int64),
-            np.array(value_leaf, np.int64),
-            np.array(replicas, np.int64),
-            _digest_column(digests),
-            _digest_column([xxhash.xxh3_128_digest(data) for data in self._values]),
-        )
-        tensors = TensorTable.of(
-            [names[leaf] for leaf in tensor_leaf],
-            [array.properties for array in arrays],
-            [array.shape for array in arrays],
-            alias_of,
-        )
-        value_names = [names[leaf] for leaf in value_leaf]
-        return WriteItems(tensors, table, value_names, range(len(value_names)), local)
+    @property
+    def look(self) -> Look:
+        """What the local plan follows from; holds no array."""
+        return self._holding.look
 
-    def _check_declared(self, array: LocalArray, name: str) -> None:
-        """A rank that declares replicas by number must be one of them."""
-        ranks = array.replicas
-        if ranks and array.pieces and all(type(rank) is int for rank in ranks):
-            place = self._place
-            if place.rank not in ranks or not all(0 <= r < place.world_size for r in ranks):  # type: ignore[operator]
-                raise PlanError(
-                    f"{name}: rank {place.rank} of {place.world_size} declares its pieces to be "
-                    f"held by ranks {ranks}; it must be one of them"
-                )
+    def recognise(self, state_dict: object, place: Place, look: Look) -> bool:
+        """In place of `set_up_planner` and `create_local_plan`: the plan of an earlier save again.
 
-    def _digest(self, source: Source, nbytes: int, itemsize: int) -> bytes:
-        """All bytes of a small tensor; of a large one all, or its two ends and its middle."""
-        if nbytes <= FULL_DIGEST_BYTES or self.check_replicas == "full":
-            spans = [(at, min(at + _UNIT, nbytes)) for at in range(0, nbytes, _UNIT)]
+        False where the state does not look as it did then; the planner is set up in any case.
+        Elements may then raise `StalePlan`: arrays recognised by identity are looked at when asked.
+        """
+        self._place, self._pickled = place, False
+        found = Holding.recognise(state_dict, look)
+        if found is None:
+            self.set_up_planner(state_dict, None, place)
+            if not self._holding.looks_like(look):
+                return False
+            self._holding.take_trace(state_dict)
         else:
-            middle = nbytes // 2 // SAMPLE_BYTES * SAMPLE_BYTES
-            last = (nbytes - SAMPLE_BYTES) // itemsize * itemsize
-            spans = [(at, at + SAMPLE_BYTES) for at in (0, middle)] + [(last, nbytes)]
-        state = xxhash.xxh3_128()
-        for low, high in spans:
-            buffer = np.empty(high - low, np.uint8)
-            source.read_into(low // itemsize, high // itemsize, buffer)
-            state.update(buffer.data)
-        return state.digest()
+            self._holding = found
+        self.encode_values()
+        return True
+
+    def take_trace(self, state_dict: object) -> None:
+        """Make the look remember the objects of this state, to recognise them later."""
+        self._holding.take_trace(state_dict)
+
+    def encode_values(self) -> None:
+        """Encode the plain values of this rank."""
+        flat = self._holding.flat
+        names = flat.structure.names
+        self._values = []
+        for leaf in self._holding.look.value_leaf:
+            encoded = values.encode_value(
+                flat.values[leaf], where=names[leaf], allow_pickle=self.allow_pickle
+            )
+            self._pickled |= encoded.pickled
+            self._values.append(encoded.data)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Join all plans; see `shardkeep.global_plan`."""
-        joined = join_plans(all_plans)
+        joined = join_plans(all_plans, compare_tensors=self.check_replicas != "off")
         world = len(all_plans)
         chunks = joined.chunks.take(order_by(joined.chunks.rank, world))
         edges = np.searchsorted(chunks.rank, np.arange(world + 1))
@@ -189,6 +137,7 @@ class DefaultSavePlanner(SavePlanner):
             )
             plans.append(SavePlan(items, all_plans[rank].planner_data))
         self.renamed = joined.renamed
+        self.shared = joined.shared
         first_chunk = np.searchsorted(joined.chunks.tensor, np.arange(len(joined.tensors) + 1))
 
         def chunks_of(row: int) -> ChunkTable:
@@ -211,25 +160,31 @@ class DefaultSavePlanner(SavePlanner):
 
     def source_of(self, number: int, box: ChunkStorageMetadata) -> Source:
         """A piece, or the part of it that lies in `box`."""
-        held, source = self._sources[number]
+        held, source = self._holding.piece(number)
         if held == box:
             return source
         offsets = tuple(a - b for a, b in zip(box.offsets, held.offsets, strict=True))
         return source.part(offsets, box.sizes)
 
+    def digests(self, pieces: Sequence[int], values: Sequence[int]) -> list[bytes]:
+        """What undeclared replicas are compared by: first of these pieces, then of these values."""
+        found = [self._digest(number) for number in pieces]
+        return found + [xxhash.xxh3_128_digest(self._values[number]) for number in values]
 
-def _check_shape(shape: tuple[int, ...], itemsize: int, name: str) -> None:
-    if len(shape) > MAX_DIMS:
-        raise UnsupportedValueError(f"{name}: {len(shape)} dimensions; at most {MAX_DIMS}")
-    if math.prod(max(n, 1) for n in shape) * itemsize >= 2**63:
-        raise UnsupportedValueError(f"{name}: shape {shape} is more than 2**63 bytes")
-
-
-def _replica_number(replicas: tuple[Any, ...]) -> int:
-    if not replicas:
-        return 0
-    return xxhash.xxh3_64_intdigest(repr(replicas).encode()) >> 2 | 1
-
-
-def _digest_column(digests: Sequence[bytes]) -> Column:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16)
+    def _digest(self, number: int) -> bytes:
+        """All bytes of a small piece; of a large one all, or its two ends and its middle."""
+        box, source = self._holding.piece(number)
+        itemsize = self._holding.itemsize(number)
+        nbytes = math.prod(box.sizes) * itemsize
+        if nbytes <= FULL_DIGEST_BYTES or self.check_replicas == "full":
+            spans = [(at, min(at + _UNIT, nbytes)) for at in range(0, nbytes, _UNIT)]
+        else:
+            middle = nbytes // 2 // SAMPLE_BYTES * SAMPLE_BYTES
+            last = (nbytes - SAMPLE_BYTES) // itemsize * itemsize
+            spans = [(at, at + SAMPLE_BYTES) for at in (0, middle)] + [(last, nbytes)]
+        state = xxhash.xxh3_128()
+        for low, high in spans:
+            buffer = np.empty(high - low, np.uint8)
+            source.read_into(low // itemsize, high // itemsize, buffer)
+            state.update(buffer.data)
+        return state.digest()

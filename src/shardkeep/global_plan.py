@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local plans of all ranks -> one plan for all, and the tables of the whole checkpoint.
 
-Names are joined, boxes are deduplicated, replicas compared and dealt out, and every tensor is
-shown to be covered exactly once: all as operations over whole columns.
+Names are joined, boxes are deduplicated, replicas dealt out, and every tensor is shown to be
+covered exactly once: all as operations over whole columns.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,12 @@ from shardkeep.columns import Boxes, Column, Ints, ragged_rows
 from shardkeep.errors import PlanError
 from shardkeep.planner import SavePlan, WriteItems
 from shardkeep.replicas import assign_writers, split_replicas
+from shardkeep.sharing import Shared
 from shardkeep.structure import TENSOR, VALUE, Structure, merge
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable, ValueTable
+from shardkeep.wording import SHOWN, faults_text, ranks_text
 
 __all__ = ["GlobalPlan", "join_plans"]
-
-SHOWN = 8
-"""How many names or ranks an error lists."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,17 +44,55 @@ class GlobalPlan:
     """For each value, its number on the rank that stores it."""
     renamed: list[dict[int, str]]
     """For each rank, the leaves whose name the union changed."""
+    shared: Shared
+    """What several ranks hold without having declared it, to be compared."""
 
 
-def join_plans(plans: Sequence[SavePlan]) -> GlobalPlan:
+def join_plans(plans: Sequence[SavePlan], *, compare_tensors: bool = True) -> GlobalPlan:
     """Join the local plans of all ranks, in rank order."""
     items = [WriteItems.of(plan.items) for plan in plans]
     names = _Names.join(plans, items)
     tensors = _join_tensors(items, names)
-    chunks = _join_chunks(items, names, tensors)
-    values, value_source = _join_values(items, names)
+    chunks, shared_chunks = _join_chunks(items, names, tensors)
+    values, value_source, shared_values = _join_values(items, names)
+    if not compare_tensors:
+        shared_chunks = shared_chunks.none()
     return GlobalPlan(
-        names.structure, tensors, chunks, values, value_source, [names.renamed[u] for u in names.of]
+        names.structure,
+        tensors,
+        chunks,
+        values,
+        value_source,
+        [names.renamed[u] for u in names.of],
+        _join_shared(shared_chunks, shared_values),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of items that several ranks hold."""
+
+    rank: Ints
+    item: Ints
+    source: Ints
+    describe: Callable[[int], str]
+
+    def none(self) -> _Rows:
+        return _Rows(self.rank[:0], self.item[:0], self.source[:0], self.describe)
+
+
+def _join_shared(chunks: _Rows, values: _Rows) -> Shared:
+    first = int(chunks.item.max(initial=-1)) + 1
+
+    def describe(item: int) -> str:
+        return chunks.describe(item) if item < first else values.describe(item - first)
+
+    return Shared.of(
+        np.concatenate([chunks.rank, values.rank]),
+        np.concatenate([chunks.item, values.item + first]),
+        np.concatenate([chunks.source, values.source]),
+        first,
+        describe,
     )
 
 
@@ -132,18 +169,6 @@ def _flat_structure(items: WriteItems) -> Structure:
     return Structure(["dict", keys, leaves, None])
 
 
-def _ranks_text(ranks: Sequence[int] | Column) -> str:
-    shown = sorted({int(rank) for rank in ranks})
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return ("ranks " if len(shown) > 1 else "rank ") + ", ".join(map(str, shown[:SHOWN])) + more
-
-
-def _faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) -> str:
-    left = max(count, len(faults)) - SHOWN
-    more = f"\n  ... and {left} more" if left > 0 else ""
-    return f"{what}:\n  " + "\n  ".join(faults[:SHOWN]) + more + f"\n{advice}"
-
-
 # --- tensors --------------------------------------------------------------------------------------
 
 
@@ -179,7 +204,7 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
         np.maximum.at(alias_high, rows, target)
     if faults:
         raise PlanError(
-            _faults_text(
+            faults_text(
                 "one name is different tensors on different ranks",
                 faults,
                 "Give them different names, or wrap them in PerRank.",
@@ -193,7 +218,9 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
 # --- chunks ---------------------------------------------------------------------------------------
 
 
-def _join_chunks(items: Sequence[WriteItems], names: _Names, tensors: TensorTable) -> ChunkTable:
+def _join_chunks(
+    items: Sequence[WriteItems], names: _Names, tensors: TensorTable
+) -> tuple[ChunkTable, _Rows]:
     tensor = np.concatenate(
         [names.tensor_rows(rank, part)[part.chunks.tensor] for rank, part in enumerate(items)]
     )
@@ -209,7 +236,8 @@ def _join_chunks(items: Sequence[WriteItems], names: _Names, tensors: TensorTabl
     distinct, whose = boxes.take(first), tensor[first]
     del keys, tensor, boxes, first  # the largest columns there are
     rank, source = rank[order], source[order]
-    declared = _check_replicas(items, order, tensors, whose, group_start, rank, distinct)
+    declared = _check_declared(items, order, tensors, whose, group_start, rank, distinct)
+    shared = _shared_chunks(items, declared, tensors, whose, group_start, rank, source, distinct)
     _check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
 
     stored = tensors.alias_of[whose] == NO_ALIAS
@@ -230,7 +258,7 @@ def _join_chunks(items: Sequence[WriteItems], names: _Names, tensors: TensorTabl
     if cut:
         keys = _sort_keys(tensors, table.tensor, table.boxes)
         table = table.take(np.argsort(keys, kind="stable"))
-    return table
+    return table, shared
 
 
 def _sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
@@ -267,7 +295,7 @@ def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes:
     return np.append(np.flatnonzero(begins), len(order))
 
 
-def _check_replicas(
+def _check_declared(
     items: Sequence[WriteItems],
     order: npt.NDArray[np.intp],
     tensors: TensorTable,
@@ -276,7 +304,7 @@ def _check_replicas(
     rank: Ints,
     distinct: Boxes,
 ) -> npt.NDArray[np.bool_]:
-    """Compare boxes that several ranks hold; returns which of the groups are declared replicas."""
+    """Which of the groups are declared replicas; all that hold one box must declare the same."""
     several = np.flatnonzero(np.diff(group_start) > 1)
     declared = np.zeros(len(whose), np.bool_)
     if len(several) == 0 or any(part.local is None for part in items):
@@ -289,44 +317,48 @@ def _check_replicas(
     here, first = order[rows], order[group_start[group]]
     differs = replicas[here] != replicas[first]
     if differs.any():
+        faults = [
+            f"{_box_text(tensors, whose, distinct, bad)} on "
+            f"{ranks_text(rank[int(group_start[bad]) : int(group_start[bad + 1])])}"
+            for bad in np.unique(group[differs]).tolist()
+        ]
         raise PlanError(
-            _replica_text(
+            faults_text(
                 "one box is held by ranks that are not replicas of each other",
+                faults,
                 "Tensors of different meshes (pipeline stages, experts) need different names.",
-                *(tensors, whose, distinct, group_start, rank, np.unique(group[differs])),
-            )
-        )
-    digest = np.concatenate([local.digest for local in locals_]).view("<u8").reshape(-1, 2)
-    differs = (digest[here] != digest[first]).any(axis=1) & ~declared[group]
-    if differs.any():
-        raise PlanError(
-            _replica_text(
-                "tensors under one name differ between ranks",
-                "If each rank has its own, wrap it in shardkeep.PerRank; if they should be equal, "
-                "bring them together before saving (or pass check_replicas='off').",
-                *(tensors, whose, distinct, group_start, rank, np.unique(group[differs])),
             )
         )
     return declared
 
 
-def _replica_text(
-    what: str,
-    advice: str,
+def _shared_chunks(
+    items: Sequence[WriteItems],
+    declared: npt.NDArray[np.bool_],
     tensors: TensorTable,
     whose: Ints,
-    distinct: Boxes,
     group_start: Ints,
     rank: Ints,
-    groups: Ints,
-) -> str:
-    faults = []
-    for group in groups.tolist():
-        box = distinct[group]
-        holders = rank[int(group_start[group]) : int(group_start[group + 1])]
-        name = tensors.names[int(whose[group])]
-        faults.append(f"{name} offsets {box.offsets} sizes {box.sizes} on {_ranks_text(holders)}")
-    return _faults_text(what, faults, advice)
+    source: Ints,
+    distinct: Boxes,
+) -> _Rows:
+    """The boxes that several ranks hold, and nobody has declared."""
+    several = np.flatnonzero((np.diff(group_start) > 1) & ~declared)
+    if any(part.local is None for part in items):
+        several = several[:0]
+    rows, start = ragged_rows(group_start, several)
+    group = np.repeat(several, np.diff(start))
+    some, of = distinct.take(several), whose[several]
+
+    def describe(item: int) -> str:
+        return _box_text(tensors, of, some, int(np.searchsorted(several, item)))
+
+    return _Rows(rank[rows], group, source[rows], describe)
+
+
+def _box_text(tensors: TensorTable, whose: Ints, boxes: Boxes, row: int) -> str:
+    box = boxes[row]
+    return f"{tensors.names[int(whose[row])]} offsets {box.offsets} sizes {box.sizes}"
 
 
 def _check_tilings(tensors: TensorTable, whose: Ints, distinct: Boxes, rank: Ints) -> None:
@@ -361,7 +393,7 @@ def _check_tilings(tensors: TensorTable, whose: Ints, distinct: Boxes, rank: Int
                 f"overlaps offsets {b.offsets} sizes {b.sizes} (rank {rank[rows[fault.second]]})"
             )
     raise PlanError(
-        _faults_text(
+        faults_text(
             "the pieces that ranks hold do not make whole tensors",
             faults,
             "Every element of a tensor must be held exactly once, or by replicas of one box.",
@@ -373,7 +405,7 @@ def _check_tilings(tensors: TensorTable, whose: Ints, distinct: Boxes, rank: Int
 # --- values ---------------------------------------------------------------------------------------
 
 
-def _join_values(items: Sequence[WriteItems], names: _Names) -> tuple[ValueTable, Ints]:
+def _join_values(items: Sequence[WriteItems], names: _Names) -> tuple[ValueTable, Ints, _Rows]:
     rows = np.concatenate([names.value_rows(rank, part) for rank, part in enumerate(items)])
     counts = [len(part.value_names) for part in items]
     rank = np.repeat(np.arange(len(items)), counts)
@@ -381,27 +413,15 @@ def _join_values(items: Sequence[WriteItems], names: _Names) -> tuple[ValueTable
     order = np.argsort(rows, kind="stable")
     rows, rank, source = rows[order], rank[order], source[order]
     start = np.concatenate([np.flatnonzero(np.diff(rows, prepend=-1)), [len(rows)]])
-    if all(part.local is not None for part in items):
-        every = [part.local.value_digest for part in items if part.local is not None]
-        digest = np.concatenate(every).view("<u8").reshape(-1, 2)[order]
-        group = np.repeat(np.arange(len(start) - 1), np.diff(start))
-        differs = np.unique(group[(digest != digest[start[group]]).any(axis=1)])
-        if len(differs):
-            faults = [
-                f"{names.value_names[int(rows[start[g]])]} on "
-                f"{_ranks_text(rank[start[g] : start[g + 1]])}"
-                for g in differs.tolist()
-            ]
-            raise PlanError(
-                _faults_text(
-                    "values under one name differ between ranks",
-                    faults,
-                    "If each rank has its own, wrap it in shardkeep.PerRank.",
-                )
-            )
+    several = np.repeat(np.diff(start) > 1, np.diff(start))
+    if any(part.local is None for part in items):
+        several[:] = False
+    shared = _Rows(
+        rank[several], rows[several], source[several], lambda item: names.value_names[item]
+    )
     holder, number = rank[start[:-1]], source[start[:-1]]
     slot = np.zeros(len(holder), np.int64)
     by_rank = np.argsort(holder, kind="stable")
     first = np.searchsorted(holder[by_rank], np.arange(len(items)))
     slot[by_rank] = np.arange(len(holder)) - first[holder[by_rank]]
-    return ValueTable(names.value_names, holder, slot), number
+    return ValueTable(names.value_names, holder, slot), number, shared

@@ -58,6 +58,7 @@ class _Groups:
 
 
 _groups = _Groups()
+_alone = SingleProcess()
 
 
 def flush() -> None:
@@ -67,6 +68,7 @@ def flush() -> None:
     what it needs anew.
     """
     _groups.close_all()
+    _alone.memory.clear()
 
 
 def coordinator_for(
@@ -76,7 +78,7 @@ def coordinator_for(
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s is {timeout_s!r}; it must be positive")
     if no_dist:
-        return SingleProcess()
+        return _alone
     if process_group is not None and all(
         hasattr(process_group, name) for name in ("agree", "gather_scatter", "lead", "call")
     ):
@@ -86,7 +88,7 @@ def coordinator_for(
     group = _torch_group(process_group)
     if group is not None:
         if group.size() == 1:
-            return SingleProcess()
+            return _alone
         ranks = _groups.get(group)
         ranks.timeout_s = default_timeout_s() if timeout_s is None else timeout_s
         return ranks
@@ -107,7 +109,7 @@ def coordinator_for(
                 "alone: every one of them would write the same checkpoint. Pass process_group=..., "
                 "or no_dist=True if this process owns the whole checkpoint."
             )
-    return SingleProcess()
+    return _alone
 
 
 def _torch_group(process_group: object) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardkeep.arrays import Sink, Source
-from shardkeep.columns import Boxes, Column, Ints, Rows
+from shardkeep.columns import Boxes, Ints, Rows
 from shardkeep.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -77,10 +77,6 @@ class LocalColumns:
     """Leaf number of each value."""
     replicas: Ints
     """For each chunk: a number for the declared set of holders, 0 where none is declared."""
-    digest: Column
-    """For each chunk: 16 bytes to compare undeclared replicas by; zeros where unused."""
-    value_digest: Column
-    """For each value: the same."""
 
 
 @dataclass(frozen=True, eq=False)

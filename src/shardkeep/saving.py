@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -12,21 +13,20 @@ from typing import Any
 import msgspec
 
 from shardkeep.coordination import Coordinator, check_same, encode_asked
-from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.holding import StalePlan
+from shardkeep.hosts import host_name, ranks_on_hosts
 from shardkeep.metadata import Metadata, MetadataIndex
 from shardkeep.planner import Place, SavePlan, SavePlanner
+from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns
-from shardkeep.wire import (
-    PlanDecoder,
-    decode_final_plan,
-    encode_final_plan,
-    encode_local_plan,
-)
 
 __all__ = ["SaveResult", "run_save"]
 
 log = logging.getLogger("shardkeep")
+
+_STALE = b""
+"""In place of results: a rank found that the plan does not fit its state; nothing is committed."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,16 @@ class SaveResult:
         return self._read_metadata(self.save_id)
 
 
+class _Start(msgspec.Struct):
+    """What the coordinator tells a rank once storage is set up."""
+
+    reuse: bool
+    """Whether to try the last plan."""
+    ranks_on_host: int
+    word: bytes
+    """Of the storage, to all ranks."""
+
+
 class _Committed(msgspec.Struct):
     save_id: str
     digest: str
@@ -70,41 +80,68 @@ def run_save(
 ) -> SaveResult:
     """Save `state` from every rank of the group; returns once it is committed everywhere."""
     place = Place(coordinator.rank, coordinator.world_size)
+    memory = coordinator.memory.setdefault("plan", PlanMemory())
+    planning = Planning(state, writer, planner, coordinator, memory)
     clock = _Clock()
     committing = False
     with coordinator.call("save"):
         try:
-            word = coordinator.gather_scatter(
+            answer = coordinator.gather_scatter(
                 "set up",
-                lambda: encode_asked({"checkpoint_id": checkpoint_id, **options}),
-                lambda told: [_lead_set_up(told, writer, place)] * place.world_size,
+                lambda: _ask({"checkpoint_id": checkpoint_id, **options}),
+                lambda told: _lead_set_up(told, writer, place, planning),
             )
+            start = msgspec.msgpack.decode(answer, type=_Start)
+            writer.ranks_on_host = start.ranks_on_host
             if place.world_size > 1:
-                coordinator.agree("see storage", lambda: _follow_set_up(writer, place, word))
+                coordinator.agree("see storage", lambda: _follow_set_up(writer, place, start.word))
             clock.lap("set up")
 
-            plan, metadata = _plan(state, writer, planner, coordinator, place)
+            plan = planning.plan(start.reuse)
             planned(sum(_item_bytes(plan)))
             clock.lap("plan")
 
-            results: list[WriteResult] = []
-            coordinator.agree("write", lambda: results.extend(writer.write_data(plan, planner)))
+            results: list[WriteResult] | None = None
+
+            def write() -> None:
+                nonlocal results
+                with contextlib.suppress(StalePlan):
+                    results = writer.write_data(plan, planner)
+
+            coordinator.agree("write", write)
             clock.lap("write")
 
             committing = True
             answer = coordinator.gather_scatter(
                 "commit",
                 lambda: _encode_results(results),
-                lambda told: [_commit(told, writer, metadata, coordinator)] * place.world_size,
+                lambda told: [_commit(told, writer, planning, coordinator)] * place.world_size,
             )
-            writer.settle()
+            if answer == _STALE:
+                writer.abort()
+            else:
+                writer.settle()
             clock.lap("commit")
         except BaseException:
             writer.abort(committing=committing)
             raise
+    if answer == _STALE:
+        planning.forget()
+        writer.reset(checkpoint_id)
+        return run_save(
+            state,
+            checkpoint_id=checkpoint_id,
+            writer=writer,
+            planner=planner,
+            coordinator=coordinator,
+            options=options,
+            read_metadata=read_metadata,
+            planned=planned,
+        )
+    assert results is not None
     done = msgspec.msgpack.decode(answer, type=_Committed)
     written = sum(result.size_in_bytes for result in results)
-    stats = {**clock.laps, "bytes": written, "files": len(results)}
+    stats = {**clock.laps, **planning.stats, "bytes": written, "files": len(results)}
     log.info("saved %s: %d bytes in %.2f s", checkpoint_id, done.nbytes, sum(clock.laps.values()))
     return SaveResult(
         checkpoint_id,
@@ -116,48 +153,27 @@ def run_save(
     )
 
 
-def _lead_set_up(told: list[bytes], writer: StorageWriter, place: Place) -> bytes:
+def _ask(asked: Mapping[str, Any]) -> bytes:
+    return msgspec.msgpack.encode((encode_asked(asked), host_name()))
+
+
+def _lead_set_up(
+    told: list[bytes], writer: StorageWriter, place: Place, planning: Planning
+) -> list[bytes]:
     """Ranks must have been asked for the same thing."""
-    check_same(told, "saves")
-    return writer.set_up_storage_writer(place)
+    parts = [msgspec.msgpack.decode(part, type=tuple[bytes, str]) for part in told]
+    check_same([asked for asked, _ in parts], "saves")
+    word = writer.set_up_storage_writer(place)
+    counts = ranks_on_hosts([host for _, host in parts])
+    starts = {
+        count: msgspec.msgpack.encode(_Start(planning.may_reuse, count, word)) for count in counts
+    }
+    return [starts[count] for count in counts]
 
 
 def _follow_set_up(writer: StorageWriter, place: Place, word: bytes) -> None:
     if not place.is_coordinator:
         writer.set_up_storage_writer(place, word)
-
-
-def _plan(
-    state: object,
-    writer: StorageWriter,
-    planner: SavePlanner,
-    coordinator: Coordinator,
-    place: Place,
-) -> tuple[SavePlan, Metadata | None]:
-    """This rank's share of the global plan, and on the coordinator the metadata of it all."""
-    local: list[SavePlan] = []
-    whole: list[Metadata] = []
-
-    def make_local() -> bytes:
-        planner.set_up_planner(state, writer.storage_meta(), place)
-        local.append(writer.prepare_local_plan(planner.create_local_plan()))
-        return encode_local_plan(local[0]) if place.world_size > 1 else b""
-
-    def join(told: list[bytes]) -> list[bytes]:
-        decoder = PlanDecoder()
-        plans = [decoder.decode(part) for part in told] if place.world_size > 1 else local[:1]
-        plans, metadata = planner.create_global_plan(plans)
-        whole.append(metadata)
-        plans = writer.prepare_global_plan(plans, metadata)
-        renamed = planner.renamed if isinstance(planner, DefaultSavePlanner) else []
-        return [
-            encode_final_plan(plan, renamed[rank] if renamed else {})
-            for rank, plan in enumerate(plans)
-        ]
-
-    message = coordinator.gather_scatter("plan", make_local, join)
-    plan = planner.finish_plan(decode_final_plan(message, local[0]))
-    return plan, whole[0] if whole else None
 
 
 def _item_bytes(plan: SavePlan) -> list[int]:
@@ -167,7 +183,9 @@ def _item_bytes(plan: SavePlan) -> list[int]:
     return items.chunks.nbytes(items.tensors).tolist()  # type: ignore[no-any-return]
 
 
-def _encode_results(results: list[WriteResult]) -> bytes:
+def _encode_results(results: list[WriteResult] | None) -> bytes:
+    if results is None:
+        return _STALE
     rows = [(r.index.fqn, r.index.offset, r.size_in_bytes, r.storage_data) for r in results]
     return msgspec.msgpack.encode(rows)
 
@@ -180,8 +198,11 @@ def _decode_results(data: bytes) -> list[WriteResult]:
 
 
 def _commit(
-    told: list[bytes], writer: StorageWriter, metadata: Metadata | None, coordinator: Coordinator
+    told: list[bytes], writer: StorageWriter, planning: Planning, coordinator: Coordinator
 ) -> bytes:
+    if _STALE in told:
+        return _STALE
+    metadata = planning.metadata
     assert metadata is not None
     if hasattr(writer, "before_commit"):
         writer.before_commit = coordinator.may_commit

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -66,6 +67,20 @@ class StorageWriter(ABC):
     @abstractmethod
     def prepare_global_plan(self, plans: list[SavePlan], metadata: Metadata) -> list[SavePlan]:
         """Decide where everything lies. Runs on the coordinator."""
+
+    ranks_on_host: int = 1
+    """How many ranks of the save share this machine; set before `write_data`."""
+
+    def plan_key(self) -> Hashable | None:
+        """What `prepare_*_plan` follow from besides the plans; None: never use a plan twice."""
+        return None
+
+    def plan_memory(self) -> object:
+        """What `prepare_global_plan` decided, to be given to `use_plan` of a later save."""
+        return None
+
+    def use_plan(self, memory: object) -> None:
+        """In place of `prepare_*_plan`, for a save with the same plan. Runs on the coordinator."""
 
     @abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

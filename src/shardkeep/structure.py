@@ -30,8 +30,13 @@ Node = Any
 """A leaf kind (int), or `[kind, keys, children, extra]`."""
 
 
+_TEXT = {str}
+
+
 def dotted(path: Path) -> str:
     """Torch's name of a path."""
+    if set(map(type, path)) == _TEXT:
+        return ".".join(path)
     return ".".join(map(key_text, path))
 
 
@@ -153,8 +158,8 @@ class Structure:
         self._names = names
 
     def _walk(self, node: Node, path: Path) -> None:
+        assert self._paths is not None
         if type(node) is int:
-            assert self._paths is not None
             self._paths.append(path)
             self._kinds.append(node)
             return
@@ -164,7 +169,11 @@ class Structure:
         for key, child in zip(
             keys if kind in _KEYED else range(len(children)), children, strict=True
         ):
-            self._walk(child, (*path, key))
+            if type(child) is int:
+                self._paths.append((*path, key))
+                self._kinds.append(child)
+            else:
+                self._walk(child, (*path, key))
 
     def encode(self) -> bytes:
         """As msgpack; keys that msgpack cannot tell apart are wrapped."""

@@ -10,10 +10,16 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from shardkeep import values
-from shardkeep.arrays import ArrayAdapter, adapter_of
+from shardkeep.arrays import (
+    ArrayAdapter,
+    adapter_of,
+    adapter_of_type,
+    any_sets_shard_fields,
+)
 from shardkeep.errors import MismatchError, UnsupportedValueError
 from shardkeep.structure import (
     MAX_DEPTH,
@@ -113,16 +119,32 @@ def _splits(value: object, depth: int = 0) -> bool:
 States = dict[int, tuple[object, Mapping[str, Any]]]
 
 
-@dataclass(slots=True)
+@dataclass
 class FlatState:
     """A state taken apart: its leaves in order, and the nesting around them."""
 
-    leaves: list[Leaf]
-    """In the order of the structure."""
     structure: Structure
     """The nesting."""
+    values: list[object]
+    """The arrays and plain values themselves, in the order of the structure."""
+    adapters: list[ArrayAdapter | None]
+    """The adapter of each array; None for a plain value."""
+    fixed: set[int]
+    """Leaves that cannot be set on load."""
+    key_types: set[type]
+    """Classes of the keys of mappings."""
     states: States = field(default_factory=dict)
     """What each `Stateful` gave, by identity; held, so that no identity is used twice."""
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """Each leaf by itself."""
+        return [
+            Leaf(path, value, VALUE if adapter is None else TENSOR, number in self.fixed)
+            for number, (path, value, adapter) in enumerate(
+                zip(self.structure.paths, self.values, self.adapters, strict=True)
+            )
+        ]
 
 
 def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
@@ -130,7 +152,9 @@ def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
     states = _ask_statefuls(state)
     walk = _Walk(states, rank, world_size)
     root = walk.node(state, (), 0)
-    return FlatState(walk.leaves, Structure(root), states)
+    return FlatState(
+        Structure(root), walk.values, walk.adapters, walk.fixed, walk.key_types, states
+    )
 
 
 def _ask_statefuls(state: object) -> States:
@@ -179,6 +203,10 @@ def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Pat
         return
     if isinstance(value, PerRank):
         yield from _find_statefuls(value.value, path, depth + 1)
+    elif type(value) is dict and all(
+        adapter_of_type(kind) is not None for kind in set(map(type, value.values()))
+    ):
+        return  # arrays only, as most dicts of a state are
     elif is_split_mapping(value):
         for key, child in value.items():  # type: ignore[attr-defined]
             yield from _find_statefuls(child, (*path, key), depth + 1)
@@ -196,7 +224,10 @@ class _Walk:
         self.states = states
         self.rank = rank
         self.world_size = world_size
-        self.leaves: list[Leaf] = []
+        self.values: list[object] = []
+        self.adapters: list[ArrayAdapter | None] = []
+        self.fixed: set[int] = set()
+        self.key_types: set[type] = set()
 
     def node(self, value: object, path: Path, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -216,26 +247,32 @@ class _Walk:
             return self._sequence(value, path, depth)  # type: ignore[arg-type]
         if is_stateful(value):
             return self.node(given_state(self.states, value, path), path, depth)
-        self.leaves.append(Leaf(path, value, VALUE))
-        return VALUE
+        return self._leaf(value, None)
+
+    def _leaf(self, value: object, adapter: ArrayAdapter | None) -> Node:
+        self.values.append(value)
+        self.adapters.append(adapter)
+        return VALUE if adapter is None else TENSOR
 
     def _array(self, adapter: ArrayAdapter, value: object, path: Path, depth: int) -> Node:
-        composite = adapter.parts(value, dotted(path))
+        composite = adapter.parts(value) if adapter.is_composite(type(value)) else None
         if composite is None:
-            self.leaves.append(Leaf(path, value, TENSOR))
-            return TENSOR
+            return self._leaf(value, adapter)
         keys, children = [], []
         for key, part in composite.parts.items():
             keys.append(key)
             children.append(self.node(part, (*path, key), depth + 1))
         for key, attribute in composite.attributes.items():
             keys.append(key)
-            children.append(VALUE)
-            self.leaves.append(Leaf((*path, key), attribute, VALUE, fixed=True))
+            self.fixed.add(len(self.values))
+            children.append(self._leaf(attribute, None))
         return ["parts", keys, children, composite.kind]
 
     def _mapping(self, value: Mapping[Key, object], path: Path, depth: int) -> Node:
         kind = "ordered_dict" if isinstance(value, OrderedDict) else "dict"
+        children = self._arrays_only(value)
+        if children is not None:
+            return [kind, list(value), children, None]
         keys, children, seen = [], [], set()
         for key, child in value.items():
             plain = plain_key(key, path)
@@ -246,8 +283,31 @@ class _Walk:
                 )
             seen.add(identity)
             keys.append(plain)
+            self.key_types.add(type(plain))
             children.append(self.node(child, (*path, plain), depth + 1))
         return [kind, keys, children, None]
+
+    def _arrays_only(self, value: Mapping[Key, object]) -> list[Node] | None:
+        """Take a dict of arrays under plain names, as most of a state is, all at once."""
+        if type(value) not in (dict, OrderedDict) or not all(type(key) is str for key in value):
+            return None
+        try:
+            "".join(value).encode()
+        except UnicodeEncodeError:
+            return None
+        arrays = list(value.values())
+        adapters: dict[type, ArrayAdapter] = {}
+        for kind in set(map(type, arrays)):
+            adapter = adapter_of_type(kind)
+            if adapter is None or adapter.is_composite(kind):
+                return None
+            adapters[kind] = adapter
+        if any_sets_shard_fields(arrays):
+            return None
+        self.key_types.add(str)
+        self.values += arrays
+        self.adapters += [adapters[type(array)] for array in arrays]
+        return [TENSOR] * len(arrays)
 
     def _sequence(self, value: Sequence[object], path: Path, depth: int) -> Node:
         children = [self.node(child, (*path, i), depth + 1) for i, child in enumerate(value)]
@@ -300,7 +360,7 @@ class _Fill:
     def node(self, value: Any, path: Path = ()) -> Any:
         adapter = adapter_of(value)
         if adapter is not None:
-            composite = adapter.parts(value, dotted(path))
+            composite = adapter.parts(value) if adapter.is_composite(type(value)) else None
             if composite is None:
                 return self._leaf()
             for part in composite.parts.values():
@@ -334,7 +394,7 @@ class _Fill:
         if first[0] == path:
             return
         for one, two in zip(range(first[1], first[2]), range(begun, self.at), strict=True):
-            if self.flat.leaves[two].kind == VALUE and not values.same(
+            if self.flat.adapters[two] is None and not values.same(
                 self.results[one], self.results[two]
             ):
                 raise MismatchError(

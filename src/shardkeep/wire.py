@@ -72,14 +72,10 @@ def encode_local_plan(plan: SavePlan) -> bytes:
         "source": narrow(chunks.source),
         "value_source": np.array(items.value_source, np.int32),
     }
-    if local is not None:
-        own["value_digest"] = local.value_digest
-        # Most chunks have no replica, and few sets of holders occur.
-        if local.replicas.any():
-            sets, which = np.unique(local.replicas, return_inverse=True)
-            own |= {"replica_sets": sets, "replicas": narrow(which)}
-        if local.digest.any():
-            own["digest"] = local.digest
+    # Most chunks have no replica, and few sets of holders occur.
+    if local is not None and local.replicas.any():
+        sets, which = np.unique(local.replicas, return_inverse=True)
+        own |= {"replica_sets": sets, "replicas": narrow(which)}
     return pack(own)
 
 
@@ -111,14 +107,9 @@ class PlanDecoder:
         boxes = Boxes(starts(shared.ndim[tensor]), _wide(own["offsets"]), _wide(own["sizes"]))
         zeros = np.zeros(len(tensor), np.int64)
         local = None
-        if "value_digest" in own:
-            local = LocalColumns(
-                shared.tensor_leaf,
-                shared.value_leaf,
-                own["replica_sets"][own["replicas"]] if "replicas" in own else zeros,
-                own["digest"] if "digest" in own else np.zeros((len(tensor), 16), np.uint8),
-                own["value_digest"],
-            )
+        if shared.structure is not None:
+            replicas = own["replica_sets"][own["replicas"]] if "replicas" in own else zeros
+            local = LocalColumns(shared.tensor_leaf, shared.value_leaf, replicas)
         table = ChunkTable(tensor, boxes, zeros, _wide(own["source"]))
         items = WriteItems(
             shared.tensors, table, shared.value_names, own["value_source"].tolist(), local
@@ -155,8 +146,11 @@ def _decode_shared(data: bytes) -> _Shared:
     return _Shared(tensors, structure, value_names, ndim, tensor_leaf, value_leaf)
 
 
-def encode_final_plan(plan: SavePlan, renamed: dict[int, str]) -> bytes:
-    """A rank's share of the global plan; `renamed` maps its leaves to names that changed."""
+def encode_final_plan(plan: SavePlan, renamed: dict[int, str], shared: bytes = b"") -> bytes:
+    """A rank's part of the global plan; `renamed` maps its leaves to names that changed.
+
+    `shared` is what it must compare with other ranks (`Shared.messages`).
+    """
     items = WriteItems.of(plan.items)
     return pack(
         {
@@ -166,12 +160,13 @@ def encode_final_plan(plan: SavePlan, renamed: dict[int, str]) -> bytes:
             "value_source": np.array(items.value_source, np.int32),
             "storage": plan.storage_data,
             "renamed": msgspec.msgpack.encode(renamed),
+            "shared": shared,
         }
     )
 
 
-def decode_final_plan(message: bytes, local_plan: SavePlan) -> SavePlan:
-    """What `encode_final_plan` made, with the names and shapes of this rank's own plan."""
+def decode_final_plan(message: bytes, local_plan: SavePlan) -> tuple[SavePlan, bytes]:
+    """What `encode_final_plan` was given, with the names and shapes of this rank's own plan."""
     part = unpack(message)
     mine = WriteItems.of(local_plan.items)
     tensors, values = mine.tensors, list(mine.value_names)
@@ -204,7 +199,7 @@ def decode_final_plan(message: bytes, local_plan: SavePlan) -> SavePlan:
         [values[value_row[number]] for number in value_source],
         value_source,
     )
-    return SavePlan(items, local_plan.planner_data, part["storage"])
+    return SavePlan(items, local_plan.planner_data, part["storage"]), part["shared"]
 
 
 class _LoadSummary(msgspec.Struct):

@@ -68,7 +68,10 @@ def load(states, path, **options):
 
 
 def held(tensor):
-    return adapter_of(tensor).held(tensor, "x")
+    """Its form, and each box of it with its elements."""
+    adapter = adapter_of(tensor)
+    form = adapter.form(tensor, "x")
+    return form, list(zip(form.boxes, adapter.sources(tensor, "x"), strict=True))
 
 
 def content(source, sizes, name):
@@ -222,12 +225,12 @@ def test_boxes_are_what_torch_redistributes_to(mesh_shape, shape, placements):
         with as_rank(rank, world):
             mesh = init_device_mesh("cpu", mesh_shape)
             local = on_mesh(locals_[rank], mesh, placements, shape)
-            for piece in held(local).pieces:
+            for held_box, source in held(local)[1]:
                 box = tuple(
-                    slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True)
+                    slice(o, o + s) for o, s in zip(held_box.offsets, held_box.sizes, strict=True)
                 )
                 expected = whole[box].contiguous().numpy().tobytes()
-                assert content(piece.source, piece.box.sizes, "int64") == expected
+                assert content(source, held_box.sizes, "int64") == expected
 
 
 def test_shards_made_in_an_unusual_order(tmp_path):
@@ -258,7 +261,7 @@ def test_replicas_are_declared_and_written_once(tmp_path):
         return {"x": on_mesh(torch.ones(2, 3), mesh, [Replicate(), Shard(0)])}
 
     states = on_ranks(4, build)
-    found = [held(state["x"]).replicas for state in states]
+    found = [held(state["x"])[0].replicas for state in states]
     assert [ranks for _, *ranks in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert found[0] == found[2] != found[1] == found[3]
     assert save(states, tmp_path)[0].nbytes == 4 * 3 * 4
@@ -333,12 +336,12 @@ def test_properties():
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
         weight = torch.nn.Parameter(on_mesh(torch.ones(3, 2).bfloat16(), mesh, [Shard(1)]))
-        found = held(weight)
+        found, _ = held(weight)
         assert found.shape == (3, 4)
         assert found.dtype is lookup("bfloat16")
         assert found.properties.requires_grad
-        assert not held(weight.detach()).properties.requires_grad
-        assert adapter_of(weight).parts(weight, "x") is None
+        assert not held(weight.detach())[0].properties.requires_grad
+        assert not adapter_of(weight).is_composite(type(weight))
 
 
 def test_strided_memory_and_devices(tmp_path):
@@ -383,8 +386,8 @@ def test_a_pending_local_tensor_is_awaited():
         pending = AsyncCollectiveTensor(inner)
         tensor = on_mesh(torch.zeros(4), mesh, [Shard(0)])
         tensor._local_tensor = pending
-        (piece,) = held(tensor).pieces
-        assert content(piece.source, (4,), "float32") == inner.numpy().tobytes()
+        ((_, source),) = held(tensor)[1]
+        assert content(source, (4,), "float32") == inner.numpy().tobytes()
         assert pending.completed
 
 

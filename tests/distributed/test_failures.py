@@ -21,11 +21,17 @@ LONG = Patience(beat_s=0.25, gone_s=30.0, linger_s=1.0)
 BOUND_S = 12.0
 """For what takes gone_s in a quiet machine; ours may be busy."""
 
-SAVE_STEPS = ["set up", "set up", "see storage", "plan", "plan", "write", "commit", "commit"]
+SAVE_STEPS = ["set up", "set up", "see storage", "plan", "plan", "compare", "compare"]
+SAVE_STEPS += ["write", "commit", "commit"]
+AGAIN_STEPS = ["propose plan" if step == "plan" else step for step in SAVE_STEPS]
+"""Of a save that uses the plan of the last one."""
 LOAD_STEPS = ["set up", "set up", "open", "open on all ranks", "plan", "plan"]
 LOAD_STEPS += ["check ties", "read values", "read", "fill"]
 READ, FILL = LOAD_STEPS.index("read"), LOAD_STEPS.index("fill")
-JOINS = {("save", 1), ("save", 4), ("save", 7), ("load", 1), ("load", 2), ("load", 5)}
+WRITE, COMMIT = SAVE_STEPS.index("write"), SAVE_STEPS.index("commit")
+STEPS = {"save": SAVE_STEPS, "again": AGAIN_STEPS, "load": LOAD_STEPS}
+JOINS = {(verb, step) for verb in ("save", "again") for step in (1, 4, 6, 9)}
+JOINS |= {("load", 1), ("load", 2), ("load", 5)}
 """Steps in which only rank 0 has work."""
 
 
@@ -137,17 +143,24 @@ def attempt(call):
 
 def one_call(rank, where, verb, victim, at, what):
     """Fail on `victim` at a point; the error of this rank and its text."""
+    armed = []
     ranks = coordinator(
-        lambda point: do(what) if rank == victim and point == at else None,
+        lambda point: do(what) if armed and rank == victim and point == at else None,
         patience=SHORT if what in ("kill", "stop") else LONG,
     )
-    if verb == "save":
-        error, took = attempt(
-            lambda: shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
-        )
-    else:
-        error, took = attempt(lambda: shardkeep.load(state(rank, 0), where, process_group=ranks))
+    if verb == "again":
+        shardkeep.save(state(rank, 1), where, overwrite=True, process_group=ranks)
+        ranks.steps = -1
+    armed.append(True)
+    error, took = attempt(lambda: call(verb, rank, where, ranks))
     return error, getattr(error, "failures", {}), took
+
+
+def call(verb, rank, where, ranks):
+    if verb == "load":
+        shardkeep.load(state(rank, 0), where, process_group=ranks)
+    else:
+        shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
 
 
 def every_step(rank, where, verb, number, whats):
@@ -164,25 +177,25 @@ def every_step(rank, where, verb, number, whats):
         if rank == victim and point == ("work", step):
             do(what)
 
+    now[:] = [(-1, -1, "")]
     ranks = coordinator(fault)
     results = []
+    if verb == "again":
+        shardkeep.save(state(rank, 1), where, overwrite=True, process_group=ranks)
     for case in plan:
+        if verb == "save":
+            ranks.memory.clear()
         now[:] = [case]
         ranks.steps = -1
-        if verb == "save":
-            error, took = attempt(
-                lambda: shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
-            )
-        else:
-            error, took = attempt(
-                lambda: shardkeep.load(state(rank, 0), where, process_group=ranks)
-            )
+        error, took = attempt(lambda: call(verb, rank, where, ranks))
         results.append((case, type(error).__name__, str(error)[:300], took))
     now[:] = [(-1, -1, "")]
+    if verb == "save":
+        ranks.memory.clear()
     ranks.seen, ranks.moves, ranks.steps = (), (), -1
     target = state(rank, 0)
-    if verb == "save":
-        shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
+    if verb != "load":
+        call(verb, rank, where, ranks)
     shardkeep.load(target, where, process_group=ranks)
     held = int(target["model"]["w"].local_shards[0].array[0, 0])
     return results, held, ranks.seen, ranks.moves
@@ -217,7 +230,7 @@ def check_others(outcomes, victim, cause, *, kind=RankError):
     assert len({str(outcome.value[0]) for outcome in told}) == 1
 
 
-@pytest.mark.parametrize(("verb", "steps"), [("save", SAVE_STEPS), ("load", LOAD_STEPS)])
+@pytest.mark.parametrize(("verb", "steps"), STEPS.items())
 def test_an_error_in_any_step_is_the_same_error_everywhere(processes, tmp_path, verb, steps):
     earlier(tmp_path)
     whats = ["raise", "unpicklable", "interrupt"]
@@ -233,7 +246,7 @@ def test_an_error_in_any_step_is_the_same_error_everywhere(processes, tmp_path, 
         cause = {"raise": "ValueError: disk on fire", "unpicklable": "Unpicklable: cannot travel"}
         assert f"rank {victim}: {cause.get(what, 'KeyboardInterrupt')}" in told[0][2]
         assert max(took for *_, took in told) < BOUND_S
-    expected = 2 if verb == "save" else 1
+    expected = 1 if verb == "load" else 2
     assert [result[1] for result in results] == [100 * expected + rank for rank in range(WORLD)]
     assert list(results[0][2])[: len(steps)] == steps
     moves = {(verb, m) for m in results[0][3] if m < len(steps)}
@@ -245,7 +258,7 @@ def test_an_error_in_any_step_is_the_same_error_everywhere(processes, tmp_path, 
 def test_other_errors(processes, tmp_path, what):
     earlier(tmp_path)
     outcomes = processes.outcomes(
-        WORLD, one_call, str(tmp_path), "save", 2, ("work", 5), what, timeout_s=30
+        WORLD, one_call, str(tmp_path), "save", 2, ("work", WRITE), what, timeout_s=30
     )
     cause = {"exit": "SystemExit: 3", "no text": "NoText: <no text>", "huge": "xxx"}[what]
     check_others(outcomes, 2, cause)
@@ -255,7 +268,8 @@ def test_other_errors(processes, tmp_path, what):
     check_whole(tmp_path)
 
 
-MOVES = {("save", 0), ("save", 3), ("save", 4), ("save", 6), ("load", 0), ("load", 4)}
+MOVES = {("save", step) for step in (0, 3, 4, 5, COMMIT)} | {("load", 0), ("load", 4)}
+MOVES |= {("again", step) for step in (0, 3, 5, COMMIT)}
 """Steps after which bytes move; small answers travel with the verdict."""
 
 
@@ -269,11 +283,13 @@ def points(verb, steps):
 
 
 QUICK = {
-    ("save", ("work", 5), "kill", 2),
+    ("save", ("work", WRITE), "kill", 2),
     ("save", ("wait", 3), "kill", 2),
     ("save", ("move", 3), "stop", 2),
     ("save", ("work", 4), "kill", 0),
-    ("save", ("work", 5), "stop", 2),
+    ("save", ("work", WRITE), "stop", 2),
+    ("again", ("move", 3), "kill", 2),
+    ("again", ("work", 5), "stop", 2),
     ("load", ("work", READ), "kill", 2),
     ("load", ("work", READ), "stop", 0),
     ("load", ("move", 0), "kill", 2),
@@ -289,7 +305,7 @@ LOSSES = [
         marks=() if (verb, at, what, victim) in QUICK else pytest.mark.slow,
         id=f"{verb}-{at[0]}-{at[1]}-{what}-{victim}",
     )
-    for verb, steps in (("save", SAVE_STEPS), ("load", LOAD_STEPS))
+    for verb, steps in STEPS.items()
     for at in points(verb, steps)
     for what in ("kill", "stop")
     for victim in (0, 2)
@@ -304,14 +320,15 @@ def test_a_rank_is_lost(processes, tmp_path, verb, at, what, victim):
         WORLD, one_call, str(tmp_path), verb, victim, at, what, timeout_s=30
     )
     assert outcomes[victim].died == signal.SIGKILL
-    last = {"save": ("wait", 7), "load": ("wait", FILL)}
+    last = {"save": ("wait", COMMIT + 1), "load": ("wait", FILL)}
+    last["again"] = last["save"]
     if at == last[verb] and victim != 0:
         # All ranks had told that they are done: the others are right to return.
         assert all(o.ok and o.value[0] is None for o in outcomes if o.rank != victim)
     else:
         check_others(outcomes, victim, "no sign of life")
     # Lost after the commit, or beside it: the others cannot know, and what is there is whole.
-    committed = verb == "save" and at[1] == 7 and (at[0] == "wait" or victim)
+    committed = verb != "load" and at[1] == COMMIT + 1 and (at[0] == "wait" or victim)
     check_whole(tmp_path, 2 if committed else 1)
 
 
@@ -393,7 +410,7 @@ def slow_rank(rank, where, timeout_s, pause_s, progress):
     ranks = None
 
     def fault(point):
-        if rank == 2 and point == ("work", 5):
+        if rank == 2 and point == ("work", WRITE):
             end = time.monotonic() + pause_s
             while time.monotonic() < end:
                 time.sleep(0.1)
@@ -484,7 +501,15 @@ def test_a_coordinator_that_was_given_up_does_not_commit(processes, tmp_path, st
 def test_the_host_of_the_store_dies(processes, tmp_path):
     earlier(tmp_path)
     outcomes = processes.outcomes(
-        WORLD, one_call, str(tmp_path), "save", 0, ("work", 5), "kill", timeout_s=30, store="rank 0"
+        WORLD,
+        one_call,
+        str(tmp_path),
+        "save",
+        0,
+        ("work", WRITE),
+        "kill",
+        timeout_s=30,
+        store="rank 0",
     )
     check_others(outcomes, 0, "rank 0 (store host) is gone")
     check_whole(tmp_path)

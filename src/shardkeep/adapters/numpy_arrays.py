@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from shardkeep.arrays import (
+    ArrayForm,
     ArrayParts,
     HostSink,
     HostSource,
-    LocalArray,
     LocalTarget,
     Memory,
     SinkPiece,
-    SourcePiece,
+    Source,
 )
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
@@ -33,16 +35,29 @@ class NumpyArrays:
         """Arrays, not scalars: those are plain values."""
         return issubclass(kind, np.ndarray)
 
-    def held(self, value: object, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Array]) -> Sequence[Hashable]:
+        """Class, shape and element type."""
+        return [(type(value), value.shape, value.dtype) for value in values]
+
+    def form(self, value: Array, where: str) -> ArrayForm:
         """A numpy array is whole on its rank."""
         array = _checked(value, where)
         dtype = _dtype_of(array, where)
-        tie = None
-        if array.size:
-            address = array.__array_interface__["data"][0]
-            tie = ("numpy", address, array.strides, array.dtype.str)
-        piece = SourcePiece(whole(array.shape), HostSource(_bits(array, dtype)))
-        return LocalArray(array.shape, dtype, TensorProperties(dtype.name), (piece,), (), tie)
+        boxes = (whole(array.shape),)
+        return ArrayForm(array.shape, dtype, TensorProperties(dtype.name), boxes)
+
+    def sources(self, value: Array, where: str) -> Sequence[Source]:
+        """The array itself."""
+        array = _checked(value, where)
+        return (HostSource(_bits(array, _dtype_of(array, where))),)
+
+    def addresses(self, values: Sequence[Array]) -> Sequence[int]:
+        """Where the first element lies."""
+        return [_address(value) if value.size else 0 for value in values]
+
+    def tie(self, value: Array) -> Hashable:
+        """Memory, strides and element type."""
+        return ("numpy", _address(value), value.strides, value.dtype.str)
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape and element type."""
@@ -64,9 +79,13 @@ class NumpyArrays:
         piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
         return LocalTarget(array.shape, dtype, (piece,), value)
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
-        """numpy arrays are not composite."""
-        return None
+    def is_composite(self, kind: type) -> bool:
+        """Never."""
+        return False
+
+    def parts(self, value: object) -> ArrayParts:
+        """Nothing has parts here."""
+        raise NotImplementedError
 
     def from_numpy(self, array: Array, dtype: DType) -> object:
         """The array itself."""
@@ -79,11 +98,14 @@ def _checked(value: object, where: str) -> Array:
     return np.asarray(value)
 
 
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
 def _memory(array: Array) -> Memory | None:
     if array.size == 0:
         return None
-    address = int(array.__array_interface__["data"][0])
-    return Memory("cpu", address, array.shape, array.strides, array.itemsize)
+    return Memory("cpu", _address(array), array.shape, array.strides, array.itemsize)
 
 
 def _dtype_of(array: Array, where: str) -> DType:

@@ -7,16 +7,18 @@ for PyTorch works here unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkeep.arrays import (
     SHARD_FIELDS,
     ArrayAdapter,
+    ArrayForm,
     ArrayParts,
-    LocalArray,
     LocalTarget,
+    Source,
     library_adapter,
+    source_parts,
 )
 from shardkeep.dtypes import DType
 from shardkeep.errors import UnsupportedValueError
@@ -54,16 +56,36 @@ class ShardValues:
         """Decided by the fields, before anybody asks."""
         return True
 
-    def held(self, value: Any, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Nothing quick is known."""
+        return [None] * len(values)
+
+    def form(self, value: Any, where: str) -> ArrayForm:
         """The boxes it lists. Equal ones on several ranks are compared, not declared replicas."""
         adapter, local = _local(value, where)
-        inner = adapter.held(local, where)
+        inner = adapter.form(local, where)
         shape, boxes = _boxes(value, inner.shape, where)
-        pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         properties = TensorProperties(
             inner.dtype.name, requires_grad=inner.properties.requires_grad
         )
-        return LocalArray(shape, inner.dtype, properties, pieces, (), inner.tie)
+        return ArrayForm(shape, inner.dtype, properties, tuple(box for box, _ in boxes))
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]:
+        """Regions of the local array."""
+        adapter, local = _local(value, where)
+        local_shape = adapter.form(local, where).shape
+        regions = [here for _, here in _boxes(value, local_shape, where)[1]]
+        return source_parts(adapter.sources(local, where)[0], local_shape, regions)
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Those of the local arrays."""
+        found = [_local(value, "") for value in values]
+        return [adapter.addresses((local,))[0] for adapter, local in found]
+
+    def tie(self, value: Any) -> Hashable:
+        """That of the local array."""
+        adapter, local = _local(value, "")
+        return adapter.tie(local)
 
     def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type."""
@@ -84,9 +106,13 @@ class ShardValues:
         pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         return LocalTarget(shape, inner.dtype, pieces, value)
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
-        """Not composite: its boxes are boxes of one tensor."""
-        return None
+    def is_composite(self, kind: type) -> bool:
+        """Never: its boxes are boxes of one tensor."""
+        return False
+
+    def parts(self, value: object) -> ArrayParts:
+        """Nothing has parts here."""
+        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardkeep.arrays import (
     ArrayAdapter,
+    ArrayForm,
     ArrayParts,
-    LocalArray,
     LocalTarget,
     SinkPiece,
-    SourcePiece,
+    Source,
     adapter_of,
 )
 from shardkeep.dtypes import DType, lookup
@@ -33,18 +34,45 @@ class ShardedArrays:
         """Exactly `ShardedArray` and what is derived from it."""
         return issubclass(kind, ShardedArray)
 
-    def held(self, value: object, where: str) -> LocalArray:
+    def glances(self, values: Sequence[ShardedArray]) -> Sequence[Hashable | None]:
+        """All it says of itself, and the glances of its local arrays."""
+        found: list[Hashable | None] = []
+        for value in values:
+            inner = []
+            for shard in value.local_shards:
+                adapter = adapter_of(shard.array)
+                glance = None if adapter is None else adapter.glances((shard.array,))[0]
+                inner.append((shard.metadata.box, glance))
+            whole = (value.shape, value.metadata.tensor_properties, value.replicas, tuple(inner))
+            found.append(None if any(glance is None for _, glance in inner) else whole)
+        return found
+
+    def form(self, value: ShardedArray, where: str) -> ArrayForm:
         """The boxes it lists."""
-        assert isinstance(value, ShardedArray)
-        pieces, ties = [], []
         for shard in value.local_shards:
-            inner = _inner(shard, where).held(shard.array, where)
-            pieces.append(SourcePiece(shard.metadata.box, inner.pieces[0].source))
-            ties.append(inner.tie)
-        tie = tuple(ties) if ties and None not in ties else None
+            _inner(shard, where).form(shard.array, where)
+        boxes = tuple(shard.metadata.box for shard in value.local_shards)
         properties = value.metadata.tensor_properties
         dtype = lookup(properties.dtype)
-        return LocalArray(value.shape, dtype, properties, pieces, value.replicas, tie)
+        return ArrayForm(value.shape, dtype, properties, boxes, value.replicas)
+
+    def sources(self, value: ShardedArray, where: str) -> Sequence[Source]:
+        """The local arrays."""
+        shards = value.local_shards
+        return [_inner(shard, where).sources(shard.array, where)[0] for shard in shards]
+
+    def addresses(self, values: Sequence[ShardedArray]) -> Sequence[int]:
+        """That of the first local array, if none of them is empty."""
+        found = []
+        for value in values:
+            shards = value.local_shards
+            each = [_inner(shard, "").addresses((shard.array,))[0] for shard in shards]
+            found.append(each[0] if all(each) and each else 0)
+        return found
+
+    def tie(self, value: ShardedArray) -> Hashable:
+        """Those of all local arrays."""
+        return tuple(_inner(shard, "").tie(shard.array) for shard in value.local_shards)
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type."""
@@ -64,9 +92,13 @@ class ShardedArrays:
         result = value if same else replace(value, local_shards=tuple(shards))
         return LocalTarget(value.shape, lookup(value.dtype), pieces, result)
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
-        """Not composite: its boxes are boxes of one tensor."""
-        return None
+    def is_composite(self, kind: type) -> bool:
+        """Never: its boxes are boxes of one tensor."""
+        return False
+
+    def parts(self, value: object) -> ArrayParts:
+        """Nothing has parts here."""
+        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

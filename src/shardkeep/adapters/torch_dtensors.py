@@ -8,9 +8,10 @@ for uneven ones; so they are not asked, and a local tensor of another shape is r
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,14 @@ from shardkeep.adapters.dtensor_layout import (
 )
 from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
 from shardkeep.adapters.torch_tensors import properties_of
-from shardkeep.arrays import ArrayParts, LocalArray, LocalTarget, SinkPiece, SourcePiece
+from shardkeep.arrays import (
+    ArrayForm,
+    ArrayParts,
+    LocalTarget,
+    SinkPiece,
+    Source,
+    source_parts,
+)
 from shardkeep.dtypes import DType, lookup
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata, int_tuple
@@ -44,9 +52,28 @@ class TorchDistributed:
         """Only those; other subclasses of tensors are judged by `torch_tensors`."""
         return _kind_of(kind) is not None
 
-    def held(self, value: object, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """What each kind knows."""
+        kinds = {_kind_of(kind) for kind in set(map(type, values))}
+        if len(kinds) == 1:
+            return _kind(values[0]).glances(values)
+        return [_kind(value).glances((value,))[0] for value in values]
+
+    def form(self, value: object, where: str) -> ArrayForm:
         """The boxes of this rank."""
-        return _kind(value).held(value, where)
+        return _kind(value).form(value, where)
+
+    def sources(self, value: object, where: str) -> Sequence[Source]:
+        """The elements of those boxes."""
+        return _kind(value).sources(value, where)
+
+    def addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """What each kind knows."""
+        return [_kind(value).address(value) for value in values]
+
+    def tie(self, value: object) -> Hashable:
+        """That of the local memory."""
+        return _kind(value).tie(value)
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type."""
@@ -56,9 +83,13 @@ class TorchDistributed:
         """Local tensors are filled in place; meta DTensors are allocated."""
         return _kind(value).target(value, where, device)
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
-        """Not composite: their boxes are boxes of one tensor."""
-        return None
+    def is_composite(self, kind: type) -> bool:
+        """Never: their boxes are boxes of one tensor."""
+        return False
+
+    def parts(self, value: object) -> ArrayParts:
+        """Nothing has parts here."""
+        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """A plain tensor over the same memory."""
@@ -68,7 +99,15 @@ class TorchDistributed:
 class _Kind(Protocol):
     """One class of tensors; the methods are those of an adapter."""
 
-    def held(self, value: Any, where: str) -> LocalArray: ...
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]: ...
+
+    def form(self, value: Any, where: str) -> ArrayForm: ...
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]: ...
+
+    def address(self, value: Any) -> int: ...
+
+    def tie(self, value: Any) -> Hashable: ...
 
     def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]: ...
 
@@ -89,6 +128,11 @@ def _kind(value: object) -> _Kind:
     assert kind is not None
     return kind
 
+
+_LOOKS = attrgetter("_spec", "_local_tensor", "requires_grad")
+_SPEC_LOOKS = attrgetter(
+    "mesh", "placements", "shape", "shard_order", "use_strided_shard_as_shard_order"
+)
 
 # --- DTensor ------------------------------------------------------------------------------------
 
@@ -160,18 +204,42 @@ class _DTensors:
     def __init__(self) -> None:
         self._meshes: WeakKeyDictionary[Any, _Mesh] = WeakKeyDictionary()
 
-    def held(self, value: Any, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Everything that `form` looks at, of the tensor, its layout and its local tensor."""
+        try:
+            specs, locals_, gradients = zip(*map(_LOOKS, values), strict=True)
+            layouts = map(_SPEC_LOOKS, specs)
+            return list(zip(layouts, TENSORS.glances(locals_), gradients, strict=True))
+        except (AttributeError, RuntimeError):
+            return [None] * len(values)
+
+    def form(self, value: Any, where: str) -> ArrayForm:
         """The boxes of the local tensor; ranks along replicated axes are declared replicas."""
         spread = self._spread(value, where)
-        local = _local(value, where)
-        inner = TENSORS.held(local, where)
-        pieces = [inner.pieces[0].part(here, box) for box, here in spread.boxes]
-        properties = properties_of(inner.dtype.name, value.requires_grad)
-        tie = inner.tie
-        if tie is None:
-            # Nothing is here, but a tie counts only where every rank has it.
-            tie = ("torch", "empty", local.untyped_storage()._cdata, local.dtype)
-        return LocalArray(spread.shape, inner.dtype, properties, pieces, spread.replicas, tie)
+        dtype = TENSORS.form(_local(value, where), where).dtype
+        properties = properties_of(dtype.name, value.requires_grad)
+        boxes = tuple(box for box, _ in spread.boxes)
+        return ArrayForm(spread.shape, dtype, properties, boxes, spread.replicas)
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]:
+        """Regions of the local tensor."""
+        spread, local = self._spread(value, where), _local(value, where)
+        regions = [here for _, here in spread.boxes]
+        return source_parts(TENSORS.sources(local, where)[0], tuple(local.shape), regions)
+
+    def address(self, value: Any) -> int:
+        """That of the local tensor; where nothing is here, that of its storage."""
+        local = _local(value, "")
+        # A tie counts only where every rank has it, so also those that hold nothing say theirs.
+        found: int = local.data_ptr() or local.untyped_storage()._cdata
+        return found
+
+    def tie(self, value: Any) -> Hashable:
+        """That of the local tensor."""
+        local = _local(value, "")
+        if local.numel() == 0:
+            return ("torch", "empty", local.untyped_storage()._cdata, local.dtype)
+        return TENSORS.tie(local)
 
     def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type; refuses what cannot be filled."""
@@ -257,18 +325,31 @@ def _allocated(value: Any, meta: torch.Tensor, device: object) -> tuple[Any, tor
 class _ShardedTensors:
     """`ShardedTensor`: it lists its boxes itself. Equal boxes on several ranks are compared."""
 
-    def held(self, value: Any, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Nothing quick is known."""
+        return [None] * len(values)
+
+    def form(self, value: Any, where: str) -> ArrayForm:
         """Its local shards."""
         shape, dtype = self.signature(value, where)
-        pieces, ties = [], []
         for shard in value.local_shards():
-            inner = TENSORS.held(shard.tensor, where)
-            pieces.append(SourcePiece(_box_of(shard), inner.pieces[0].source))
-            ties.append(inner.tie)
+            TENSORS.form(shard.tensor, where)
         gradient = value.metadata().tensor_properties.requires_grad
         properties = properties_of(dtype.name, bool(gradient))
-        tie = tuple(ties) if ties and None not in ties else None
-        return LocalArray(shape, dtype, properties, pieces, (), tie)
+        return ArrayForm(shape, dtype, properties, tuple(map(_box_of, value.local_shards())))
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]:
+        """The tensors of its local shards."""
+        return [TENSORS.sources(shard.tensor, where)[0] for shard in value.local_shards()]
+
+    def address(self, value: Any) -> int:
+        """That of the first local shard, if none of them is empty."""
+        each = TENSORS.addresses([shard.tensor for shard in value.local_shards()])
+        return each[0] if each and all(each) else 0
+
+    def tie(self, value: Any) -> Hashable:
+        """Those of all local shards."""
+        return tuple(TENSORS.tie(shard.tensor) for shard in value.local_shards())
 
     def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
         """From its metadata, which every rank has."""
@@ -298,9 +379,25 @@ def _box_of(shard: Any) -> ChunkStorageMetadata:
 class _AsyncTensors:
     """`AsyncCollectiveTensor`: a plain tensor that a collective may still be writing."""
 
-    def held(self, value: Any, where: str) -> LocalArray:
+    def glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Nothing before they are there."""
+        return [None] * len(values)
+
+    def form(self, value: Any, where: str) -> ArrayForm:
+        """Of the tensor, once it is there."""
+        return TENSORS.form(value.trigger_wait(), where)
+
+    def sources(self, value: Any, where: str) -> Sequence[Source]:
         """The tensor, once it is there."""
-        return TENSORS.held(value.trigger_wait(), where)
+        return TENSORS.sources(value.trigger_wait(), where)
+
+    def address(self, value: Any) -> int:
+        """Of the tensor, once it is there."""
+        return TENSORS.addresses((value.trigger_wait(),))[0]
+
+    def tie(self, value: Any) -> Hashable:
+        """Of the tensor, once it is there."""
+        return TENSORS.tie(value.trigger_wait())
 
     def signature(self, value: Any, where: str) -> tuple[tuple[int, ...], DType]:
         """Those of the tensor."""

@@ -8,8 +8,10 @@ its data pointer and is refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,17 +19,16 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.arrays import (
+    ArrayForm,
     ArrayParts,
     Bytes,
     HostSink,
     HostSource,
-    LocalArray,
     LocalTarget,
     Memory,
     Sink,
     SinkPiece,
     Source,
-    SourcePiece,
     region,
 )
 from shardkeep.boxes import flat_range_boxes, whole
@@ -44,8 +45,10 @@ _BY_TORCH: dict[torch.dtype, DType] = {
     for row in TABLE.values()
     if row.torch and hasattr(torch, row.torch)
 }
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_LOOKS = attrgetter("__class__", "shape", "dtype", "requires_grad", "layout", "is_meta")
+_is_contiguous = torch.Tensor.is_contiguous
+_data_ptr = torch.Tensor.data_ptr
 
 
 class TorchTensors:
@@ -55,10 +58,19 @@ class TorchTensors:
         """Every tensor, also those refused later: by name, not by falling through."""
         return issubclass(kind, torch.Tensor)
 
-    def held(self, value: object, where: str) -> LocalArray:
+    def glances(self, values: Sequence[torch.Tensor]) -> Sequence[Hashable | None]:
+        """Everything that `form` looks at."""
+        try:
+            # Without a loop of ours: this is done for every tensor of every save.
+            return list(zip(map(_LOOKS, values), map(_is_contiguous, values), strict=True))
+        except RuntimeError:
+            # Some tensors, such as nested ones, refuse to be asked.
+            return [None] * len(values)
+
+    def form(self, value: object, where: str) -> ArrayForm:
         """A plain tensor is whole on its rank."""
         tensor, dtype = _checked(value, where)
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             raise UnsupportedValueError(f"{where}: a meta tensor holds no data to save")
         channels_last = (
             tensor.dim() == 4
@@ -71,8 +83,24 @@ class TorchTensors:
             "channels_last" if channels_last else "contiguous_format",
         )
         shape = tuple(tensor.shape)
-        piece = SourcePiece(whole(shape), _source(tensor, dtype))
-        return LocalArray(shape, dtype, properties, (piece,), (), _tie(tensor))
+        return ArrayForm(shape, dtype, properties, (whole(shape),))
+
+    def sources(self, value: object, where: str) -> Sequence[Source]:
+        """Its memory, or what must be brought over from a device."""
+        tensor, dtype = _checked(value, where)
+        if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
+            return (HostSource(_host_bits(tensor, dtype)),)
+        return (DeviceSource(tensor.detach(), dtype),)
+
+    def addresses(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Where the first element lies; 0 where there is none."""
+        return list(map(_data_ptr, values))
+
+    def tie(self, value: torch.Tensor) -> Hashable:
+        """Memory, strides, element type, and whether it is a lazy view."""
+        kind, device = value.dtype, value.device
+        lazy = value.is_conj(), value.is_neg()
+        return ("torch", device.type, device.index, value.data_ptr(), value.stride(), kind, lazy)
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape and element type; meta tensors are welcome."""
@@ -103,11 +131,12 @@ class TorchTensors:
         piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
 
-    def parts(self, value: object, where: str) -> ArrayParts | None:
+    def is_composite(self, kind: type) -> bool:
+        """A wrapper subclass that can say what it is made of."""
+        return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
+
+    def parts(self, value: Any) -> ArrayParts:
         """Inner tensors of a wrapper subclass."""
-        assert isinstance(value, torch.Tensor)
-        if type(value) in _PLAIN or not hasattr(value, "__tensor_flatten__"):
-            return None
         names, context = value.__tensor_flatten__()
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return ArrayParts(
@@ -159,21 +188,6 @@ def _checked(value: object, where: str) -> tuple[torch.Tensor, DType]:
     return value, dtype
 
 
-def _tie(tensor: torch.Tensor) -> Any:
-    if tensor.numel() == 0:
-        return None
-    return (
-        "torch",
-        tensor.device.type,
-        tensor.device.index,
-        tensor.data_ptr(),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-    )
-
-
 def _memory(tensor: torch.Tensor) -> Memory | None:
     if tensor.numel() == 0:
         return None
@@ -182,13 +196,32 @@ def _memory(tensor: torch.Tensor) -> Memory | None:
     return Memory(str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), strides, item)
 
 
+class _HostMemory:
+    """The memory of a tensor, as numpy asks for it.
+
+    Not by `Tensor.numpy()`, after which a tensor can never be resized again.
+    """
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, bits: np.dtype[Any]) -> None:
+        item = bits.itemsize
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple([step * item for step in tensor.stride()]),
+            "typestr": bits.str,
+        }
+
+
 def _host_bits(tensor: torch.Tensor, dtype: DType) -> Array:
     """The same host memory as a numpy array of bits."""
-    if dtype.itemsize == 16:
-        return tensor.numpy()
-    if tensor.dtype.is_complex and dtype.numpy:
-        return tensor.numpy().view(dtype.bits())
-    return tensor.view(_BITS[dtype.itemsize]).numpy().view(dtype.bits())
+    bits = dtype.bits()
+    if tensor.numel() == 0:
+        return np.empty(tuple(tensor.shape), bits)
+    return np.asarray(_HostMemory(tensor, bits))
 
 
 def _tensor_of(array: Array, dtype: DType) -> torch.Tensor:
@@ -198,13 +231,6 @@ def _tensor_of(array: Array, dtype: DType) -> torch.Tensor:
         return torch.from_numpy(array.view(np.complex128))
     signed = np.uint8 if dtype.itemsize == 1 else np.dtype(f"i{dtype.itemsize}")
     return torch.from_numpy(array.view(signed)).view(kind)
-
-
-def _source(tensor: torch.Tensor, dtype: DType) -> Source:
-    plain = tensor.detach()
-    if plain.device.type == "cpu" and not plain.is_conj() and not plain.is_neg():
-        return HostSource(_host_bits(plain, dtype))
-    return DeviceSource(plain, dtype)
 
 
 def _allocate(meta: torch.Tensor, device: object) -> torch.Tensor:

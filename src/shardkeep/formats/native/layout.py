@@ -36,8 +36,10 @@ class Limits:
 class FilePlan(msgspec.Struct, frozen=True):
     """One data file before it is written."""
 
-    name: str
-    """Path relative to the checkpoint."""
+    rank: int
+    """Who writes it."""
+    number: int
+    """Of the files of that rank."""
     room: int
     """Bytes of header; the first chunk starts here."""
     content: int
@@ -50,6 +52,10 @@ class FilePlan(msgspec.Struct, frozen=True):
     """How many of them are."""
     holds_values: bool
     """Whether the rank's values are in this file."""
+
+    def name(self, save_id: str) -> str:
+        """Path relative to the checkpoint; only it differs between saves with one plan."""
+        return data_file(save_id, self.rank, self.number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +73,6 @@ class Layout:
 
 
 def plan_layout(
-    save_id: str,
     tensors: TensorTable,
     chunks: ChunkTable,
     values: ValueTable,
@@ -108,7 +113,8 @@ def plan_layout(
             if holds_values:
                 value_file[rank] = len(files)
             plan = FilePlan(
-                data_file(save_id, rank, len(mine)),
+                rank,
+                len(mine),
                 room,
                 content,
                 content + (end - at) * (CONTENT_KEY + digest_size),

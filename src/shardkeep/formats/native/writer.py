@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +194,6 @@ class NativeWriter(StorageWriter):
         state = _columns_of(metadata)
         assert state.chunks is not None
         self._layout = plan_layout(
-            self.save_id,
             state.tensors,
             state.chunks,
             state.values_table,
@@ -206,6 +205,19 @@ class NativeWriter(StorageWriter):
             replace(plan, storage_data=message)
             for plan, message in zip(plans, self._layout.messages, strict=True)
         ]
+
+    def plan_key(self) -> Hashable:
+        """What the layout follows from besides the plan."""
+        return (self._algorithm.name, self.limits)
+
+    def plan_memory(self) -> object:
+        """The layout; only names of files differ between saves with one plan."""
+        return self._layout
+
+    def use_plan(self, memory: object) -> None:
+        """Take the layout of an earlier save."""
+        assert isinstance(memory, Layout)
+        self._layout = memory
 
     # --- write
 
@@ -257,7 +269,8 @@ class NativeWriter(StorageWriter):
 
         spans.append(LateSpan(plan.content, plan.values - plan.content, content_entry))
         spans.append(LateSpan(plan.values, len(values), lambda: values))
-        root = self._write(plan.name, spans, plan.content, layout, content)
+        name = plan.name(self.save_id)
+        root = self._write(name, spans, plan.content, layout, content)
         result = _Result(
             layout.file_size,
             payload,
@@ -266,9 +279,7 @@ class NativeWriter(StorageWriter):
             len(rows),
             sorted(planner.features),
         )
-        return WriteResult(
-            MetadataIndex(plan.name), layout.file_size, msgspec.msgpack.encode(result)
-        )
+        return WriteResult(MetadataIndex(name), layout.file_size, msgspec.msgpack.encode(result))
 
     def _header(
         self,
@@ -350,10 +361,11 @@ class NativeWriter(StorageWriter):
         assert self._layout is not None
         found = {result.index.fqn: result.storage_data for rank in results for result in rank}
         reports = [
-            msgspec.msgpack.decode(found[plan.name], type=_Result) for plan in self._layout.files
+            msgspec.msgpack.decode(found[plan.name(self.save_id)], type=_Result)
+            for plan in self._layout.files
         ]
         files = tuple(
-            FileRow(plan.name, r.size, r.payload, r.root, r.values, r.chunks)
+            FileRow(plan.name(self.save_id), r.size, r.payload, r.root, r.values, r.chunks)
             for plan, r in zip(self._layout.files, reports, strict=True)
         )
         state = _columns_of(metadata)
@@ -445,7 +457,7 @@ class NativeWriter(StorageWriter):
             if not absent:
                 return
             if committing and self._layout is not None:
-                written = [*written, *(plan.name for plan in self._layout.files)]
+                written = [*written, *(plan.name(self.save_id) for plan in self._layout.files)]
             unlink_all(self._store, written)
 
     def _surely_absent(self) -> bool:

@@ -1,0 +1,531 @@
+"""Plans used again, and undeclared replicas compared: never a byte wrong for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardkeep
+from shardkeep import PerRank, PlanError, ShardedArray, ThreadRanks, UnsupportedValueError
+from shardkeep.formats.native.layout import Limits
+from shardkeep.groups import coordinator_for
+
+W = np.arange(6.0)
+
+
+@pytest.fixture(autouse=True)
+def no_plan_before():
+    shardkeep.flush()
+    yield
+    shardkeep.flush()
+
+
+class Saver:
+    """Saves states one after the other, each into a place of its own, and reads them back."""
+
+    def __init__(self, path):
+        self.path = path
+        self.count = 0
+
+    def __call__(self, state, **options):
+        self.count += 1
+        self.at = self.path / str(self.count)
+        result = shardkeep.save(state, self.at, **options)
+        return bool(result.stats["plan_reused"])
+
+    def stored(self):
+        return shardkeep.open(self.at).state_dict()
+
+
+@pytest.fixture
+def saver(tmp_path):
+    return Saver(tmp_path)
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, torch.Tensor):
+        return same(a.detach().clone().numpy(), b)  # of a copy: torch resizes no array's memory
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == np.asarray(b).tobytes()
+    return a == b
+
+
+# --- the same plan again --------------------------------------------------------------------------
+
+
+def training_state():
+    model = OrderedDict(w=torch.ones(4, 3), b=torch.zeros(3))
+    return {
+        "model": model,
+        "optimizer": {"state": {0: {"m": torch.ones(4, 3)}, 1: {"m": torch.ones(3)}}, "lr": [0.1]},
+        "mask": np.arange(5),
+        "step": 1,
+    }
+
+
+def test_new_contents_need_no_new_plan(saver):
+    state = training_state()
+    assert not saver(state)
+    for step in range(2, 5):
+        state["step"] = step
+        state["optimizer"]["lr"] = [0.1 / step, "text"]
+        state["model"]["w"] += step
+        state["mask"][:] = step
+        assert saver(state)
+        assert same(state, saver.stored())
+
+
+def test_new_objects_of_the_same_form_need_no_new_plan(saver):
+    assert not saver(training_state())
+    state = training_state()
+    state["model"]["w"] *= 7
+    assert saver(state)
+    assert same(state, saver.stored())
+    assert saver(state)
+    assert same(state, saver.stored())
+
+
+def test_objects_that_make_their_state_anew(saver):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    reused = []
+    for step in range(4):
+        state["step"] = step
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        reused.append(saver(state))
+        stored = saver.stored()
+        assert same(dict(model.state_dict()), dict(stored["model"]))
+        assert stored["step"] == step
+    assert reused == [False, True, True, True]
+
+
+def test_the_memory_holds_no_tensor(saver):
+    state = {"w": torch.ones(1000), "n": np.ones(3)}
+    saver(state)
+    assert saver(state)
+    tensor, array = weakref.ref(state["w"]), weakref.ref(state["n"])
+    del state
+    gc.collect()
+    assert tensor() is None
+    assert array() is None
+
+
+# --- what makes a plan stale ----------------------------------------------------------------------
+
+
+def as_tensor(value):
+    if not isinstance(value, torch.Tensor):
+        raise TypeError  # numpy's arrays would take the memory of a tensor as theirs
+    return value
+
+
+def swap_data(state):
+    as_tensor(state["a"]).data = torch.arange(7.0)
+
+
+def swap_dtype(state):
+    tensor = as_tensor(state["a"])
+    tensor.data = tensor.data.to(torch.float64)
+
+
+def resize(state):
+    state["a"].resize_(2, 2).fill_(5)
+
+
+def replace(state):
+    state["a"] = torch.arange(7)
+
+
+def add(state):
+    state["c"] = torch.ones(2)
+
+
+def remove(state):
+    del state["b"]
+
+
+def reorder(state):
+    state["a"] = state.pop("a")
+
+
+def rename(state):
+    state["d"] = state.pop("a")
+
+
+def untie(state):
+    as_tensor(state["tied"]).data = torch.full((3,), 9.0)
+
+
+def untie_by_copy(state):
+    state["tied"] = state["tied"].clone() + 1
+
+
+def tie(state):
+    state["a"] = state["b"]
+
+
+def tie_in_place(state):
+    as_tensor(state["a"]).data = as_tensor(state["b"]).data
+
+
+def array_to_value(state):
+    state["a"] = 3
+
+
+def value_to_array(state):
+    state["v"] = torch.ones(2)
+
+
+def value_to_arrays(state):
+    state["v"] = [torch.ones(2), torch.zeros(3)]
+
+
+def value_to_dict(state):
+    state["v"] = {"x": 1}
+
+
+def numpy_in_place(state):
+    state["n"].resize((9,), refcheck=False)
+    state["n"][:] = 4
+
+
+def numpy_dtype(state):
+    state["n"].dtype = np.int32
+
+
+def another_class(state):
+    state["a"] = np.ones(3, np.float32)
+
+
+CHANGES = [
+    *(swap_data, swap_dtype, resize, replace, add, remove, reorder, rename, untie, untie_by_copy),
+    *(
+        tie,
+        tie_in_place,
+        array_to_value,
+        value_to_array,
+        value_to_arrays,
+        value_to_dict,
+        numpy_in_place,
+    ),
+    *(numpy_dtype, another_class),
+]
+
+
+def mixed_state():
+    tied = torch.arange(3.0)
+    return {
+        "a": torch.arange(3.0),
+        "b": torch.ones(3),
+        "tied": tied,
+        "other": tied.view(3),
+        "n": np.arange(4),
+        "v": [1, 2],
+    }
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_changed_state_is_stored_as_it_is(saver, change):
+    state = mixed_state()
+    assert not saver(state)
+    assert saver(state)
+    change(state)
+    reused = saver(state)
+    assert same(state, saver.stored())
+    assert reused == (change is tie_in_place)  # stored twice then, and no byte is wrong
+    assert saver(state)
+    assert same(state, saver.stored())
+
+
+@given(st.lists(st.sampled_from(CHANGES), min_size=1, max_size=6), st.booleans())
+def test_any_changes_in_any_order(tmp_path_factory, changes, alone):
+    shardkeep.flush()
+    saver = Saver(tmp_path_factory.mktemp("any"))
+    states = {"x": mixed_state(), "y": [mixed_state(), {"deep": mixed_state()}]}
+    saver(states)
+    for change in changes:
+        for state in (states["x"], states["y"][0], states["y"][1]["deep"])[: 1 if alone else 3]:
+            try:
+                change(state)
+            except (KeyError, AttributeError, TypeError, ValueError, RuntimeError):
+                continue
+        saver(states)
+        assert same(states, saver.stored())
+
+
+def test_a_gradient_flag_that_changed_is_recorded(saver):
+    state = {"w": torch.ones(3)}
+    saver(state)
+    state["w"].requires_grad_(True)
+    assert not saver(state)
+    assert shardkeep.open(saver.at)["w"].metadata.properties.requires_grad
+
+
+def test_keys_that_python_calls_equal(saver):
+    first, second = {1: torch.ones(2)}, {True: torch.zeros(2)}
+    saver(first)
+    assert not saver(second)
+    assert type(next(iter(saver.stored()))) is bool
+    assert not saver({1.0: torch.zeros(2)})
+    assert type(next(iter(saver.stored()))) is float
+
+
+@pytest.mark.parametrize("shape", [(0,), (3,)])
+def test_another_object_where_the_last_one_was(saver, shape):
+    for dtype in (torch.float32, torch.float64, torch.int8, torch.complex64, torch.bfloat16):
+        state = {"w": torch.ones(shape, dtype=dtype)}
+        saver(state)
+        assert shardkeep.open(saver.at)["w"].dtype == str(dtype).removeprefix("torch.")
+        del state
+
+
+def test_an_empty_tensor_that_was_changed_in_place(saver):
+    state = {"w": torch.ones(0)}
+    saver(state)
+    state["w"].data = torch.ones(2, 0, dtype=torch.int8)
+    assert not saver(state)
+    assert shardkeep.open(saver.at)["w"].shape == (2, 0)
+
+
+def test_a_saved_tensor_can_still_be_resized(saver):
+    state = {"w": torch.ones(3)}
+    saver(state)
+    state["w"].resize_(100).fill_(2)
+    saver(state)
+    assert same(state, saver.stored())
+
+
+def test_shard_fields_that_were_set_later(saver):
+    tensor = torch.arange(4.0)
+    state = {"w": tensor}
+    saver(state)
+    tensor.global_shape, tensor.global_offsets = (4,), [(0,), (2,)]
+    tensor.local_offsets, tensor.local_sizes = [(0,), (2,)], [(2,), (2,)]
+    assert not saver(state)
+    assert same(torch.arange(4.0), saver.stored()["w"])
+
+
+def test_a_value_that_cannot_be_stored_fails_again_and_nothing_is_lost(saver):
+    state = {"w": torch.ones(2), "v": 1}
+    saver(state)
+    state["v"] = object()
+    with pytest.raises(UnsupportedValueError, match="v"):
+        saver(state)
+    state["v"] = 2
+    assert saver(state)
+    assert saver.stored()["v"] == 2
+
+
+def test_options_that_change_the_layout(saver):
+    state = {"w": torch.ones(2)}
+    saver(state)
+    assert not saver(state, check_replicas="off")
+    limits = Limits(payload=4)
+    assert not saver(state, storage_writer=shardkeep.NativeWriter(limits=limits))
+    assert saver(state, storage_writer=shardkeep.NativeWriter(limits=limits))
+
+
+def test_flush_forgets(saver):
+    state = {"w": torch.ones(2)}
+    saver(state)
+    assert coordinator_for().memory
+    shardkeep.flush()
+    assert not saver(state)
+
+
+# --- many ranks -----------------------------------------------------------------------------------
+
+
+def on_ranks(world, work):
+    return ThreadRanks(world).run(work)
+
+
+def test_few_bytes_travel_the_second_time(tmp_path):
+    whole = np.arange(64.0).reshape(16, 4)
+
+    def work(ranks):
+        rank = ranks.rank
+        state = {
+            f"t{n}": ShardedArray.from_local(whole[rank * 4 : rank * 4 + 4], (rank * 4, 0), (16, 4))
+            for n in range(200)
+        } | {"same": W.copy(), "rng": PerRank(rank), "step": 1}
+        out = []
+        for step in range(3):
+            state["step"] = step
+            state["same"] += 1
+            out.append(shardkeep.save(state, tmp_path / str(step), process_group=ranks).stats)
+        return out
+
+    for first, second, third in on_ranks(4, work):
+        assert [s["plan_reused"] for s in (first, second, third)] == [0, 1, 1]
+        assert second["plan_sent"] + second["plan_received"] < 256
+        assert first["plan_sent"] > 4096
+    found = shardkeep.open(tmp_path / "2")
+    assert found["step"] == 2
+    assert same(W + 3, found["same"][...])
+    assert same(whole, found["t199"][...])
+
+
+def test_one_rank_that_changed_makes_all_plan_anew(tmp_path):
+    def work(ranks):
+        state = {"mine": PerRank(np.ones(3)), "same": W.copy()}
+        out = []
+        for step in range(3):
+            if step == 1 and ranks.rank == 1:
+                state["mine"] = PerRank(np.ones(5))
+            out.append(shardkeep.save(state, tmp_path / str(step), process_group=ranks).stats)
+        return [stats["plan_reused"] for stats in out]
+
+    assert on_ranks(3, work) == [[0, 0, 1]] * 3
+    found = shardkeep.open(tmp_path / "2")
+    assert [found[f"mine.{rank}"].shape for rank in range(3)] == [(3,), (5,), (3,)]
+
+
+def test_an_array_that_one_rank_changed_in_place_is_found_while_writing(tmp_path):
+    def work(ranks):
+        mine = torch.full((3,), float(ranks.rank))
+        state = {"mine": PerRank(mine)}
+        out = []
+        for step in range(3):
+            if step == 1 and ranks.rank == 2:
+                mine.data = torch.full((4,), 7.0)
+            out.append(shardkeep.save(state, tmp_path / str(step), process_group=ranks).stats)
+        return [stats["plan_reused"] for stats in out]
+
+    assert on_ranks(3, work) == [[0, 0, 1]] * 3
+    found = shardkeep.open(tmp_path / "2")
+    assert same(torch.full((4,), 7.0), found["mine.2"][...])
+    assert not shardkeep.gc(tmp_path / "1").removed
+    assert shardkeep.verify(tmp_path / "1").ok
+
+
+def test_a_shared_array_changed_in_place_on_all_ranks(tmp_path):
+    def work(ranks):
+        shared = torch.ones(3)
+        state = {"shared": shared}
+        shardkeep.save(state, tmp_path / "0", process_group=ranks)
+        shared.data = torch.full((5,), 2.0)
+        return shardkeep.save(state, tmp_path / "1", process_group=ranks).stats["plan_reused"]
+
+    assert on_ranks(2, work) == [0, 0]
+    assert same(torch.full((5,), 2.0), shardkeep.open(tmp_path / "1")["shared"][...])
+
+
+# --- undeclared replicas --------------------------------------------------------------------------
+
+
+def save_on(path, *states, repeat=1, **options):
+    def work(ranks):
+        for n in range(repeat):
+            shardkeep.save(states[ranks.rank], path / str(n), process_group=ranks, **options)
+
+    on_ranks(len(states), work)
+
+
+def test_undeclared_replicas_that_differ(tmp_path):
+    with pytest.raises(
+        PlanError, match=r"(?s)tensors.*differ between ranks.*w offsets.*ranks 0, 1.*PerRank"
+    ) as caught:
+        save_on(tmp_path, {"w": W, "v": W}, {"w": W + 1, "v": W})
+    assert "v offsets" not in str(caught.value)
+
+
+def test_values_that_differ(tmp_path):
+    with pytest.raises(PlanError, match=r"(?s)values.*seed on ranks 0, 1.*PerRank") as caught:
+        save_on(tmp_path, {"seed": 1, "step": 3}, {"seed": 2, "step": 3})
+    assert "step" not in str(caught.value)
+
+
+def test_only_holders_are_compared(tmp_path):
+    save_on(tmp_path, {"a": W, "b": 1}, {"a": W, "c": W}, {"c": W.copy(), "b": 1}, {})
+    with pytest.raises(PlanError, match=r"c offsets \(0,\) sizes \(6,\) on ranks 1, 2"):
+        save_on(tmp_path / "x", {"a": W, "b": 1}, {"a": W, "c": W}, {"c": W * 2, "b": 1}, {})
+
+
+def test_replicas_that_begin_to_differ_later(tmp_path):
+    def work(ranks):
+        state = {"w": W.copy(), "step": 1, "other": np.ones(2)}
+        shardkeep.save(state, tmp_path / "0", process_group=ranks)
+        if ranks.rank == 1:
+            state["w"][3] = 99
+        with pytest.raises(PlanError, match=r"w offsets .* on ranks 0, 1, 2"):
+            shardkeep.save(state, tmp_path / "1", process_group=ranks)
+        state["w"][3] = 0
+        state["step"] = 2 if ranks.rank == 2 else 1
+        with pytest.raises(PlanError, match=r"step on ranks 0, 1, 2"):
+            shardkeep.save(state, tmp_path / "2", process_group=ranks)
+        state["step"] = 5
+        return shardkeep.save(state, tmp_path / "3", process_group=ranks).stats["plan_reused"]
+
+    assert on_ranks(3, work) == [1, 1, 1]
+    assert shardkeep.open(tmp_path / "3")["step"] == 5
+    assert not (tmp_path / "1" / "checkpoint.json").exists()
+
+
+def test_replicas_need_not_be_compared(tmp_path):
+    save_on(tmp_path, {"w": W}, {"w": W + 1}, check_replicas="off", repeat=2)
+    with pytest.raises(PlanError, match="values"):
+        save_on(tmp_path / "x", {"v": 1}, {"v": 2}, check_replicas="off")
+
+
+def test_full_compares_every_element(tmp_path):
+    large = np.zeros(1 << 20)
+    other = large.copy()
+    other[300_001] = 1
+    save_on(tmp_path, {"w": large}, {"w": other})
+    with pytest.raises(PlanError, match="w offsets"):
+        save_on(tmp_path / "x", {"w": large}, {"w": other}, check_replicas="full")
+
+
+@given(st.data())
+def test_any_sharing_is_compared_as_it_is(data):
+    """Against the plain rule: an item is wrong when two of its holders differ."""
+    from shardkeep.sharing import Share, Shared
+
+    world = data.draw(st.integers(2, 5))
+    items = data.draw(st.integers(1, 8))
+    first_value = data.draw(st.integers(0, items))
+    holders = [
+        sorted(data.draw(st.sets(st.integers(0, world - 1), min_size=2))) for _ in range(items)
+    ]
+    contents = {
+        (rank, item): bytes([data.draw(st.integers(0, 1))]) * 16
+        for item in range(items)
+        for rank in holders[item]
+    }
+    rows = [(rank, item) for item in range(items) for rank in holders[item]]
+    rank, item = (np.array(column, np.int64) for column in zip(*rows, strict=True))
+    shared = Shared.of(rank, item, item * 10, first_value, lambda number: f"item {number}.")
+    shares = [Share.decode(message) for message in shared.messages(world)]
+    digests = [
+        [contents[rank, number // 10] for number in (*share.pieces, *share.values)]
+        for rank, share in enumerate(shares)
+    ]
+    for share in shares:
+        assert all(number // 10 < first_value for number in share.pieces)
+        assert all(number // 10 >= first_value for number in share.values)
+    folded = [share.fold(mine) for share, mine in zip(shares, digests, strict=True)]
+    suspects = shared.suspects(folded)
+    unfolded = [s.unfold(mine, suspects) for s, mine in zip(shares, digests, strict=True)]
+    wrong = [i for i in range(items) if len({contents[r, i] for r in holders[i]}) > 1]
+    tensors = [i for i in wrong if i < first_value]
+    if not wrong:
+        shared.check(suspects, unfolded)
+        return
+    with pytest.raises(PlanError) as caught:
+        shared.check(suspects, unfolded)
+    for number in range(items):
+        assert (f"item {number}. on" in str(caught.value)) == (number in (tensors or wrong))
