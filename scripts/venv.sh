@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # The project's virtual environment, for ./check and ./demo. To be sourced from the repository root.
 #
-#   ensure_venv run   the package and its runtime dependencies
-#   ensure_venv dev   the same, and everything in requirements-dev.txt
+#   ensure_venv run     the package and its runtime dependencies
+#   ensure_venv torch   the same, and torch, at the versions of requirements-dev.txt
+#   ensure_venv dev     the same, and everything else in requirements-dev.txt
 #
 # A stamp in .venv holds the digest of the files that decide what is installed; nothing is
 # installed again while it matches. PYTHON chooses the interpreter for a new environment.
@@ -54,8 +55,14 @@ ensure_venv() {
   fi
 
   digest=$(_requirements_digest) || return
-  # A development environment has all that a running one needs.
-  for stamp in "$VENV/.installed-dev" "$VENV/.installed-$kind"; do
+  # What to install, and the kinds that would do: each has all that the ones above it have.
+  local what kinds
+  case "$kind" in
+    run) what=(-e .) kinds=(run torch dev) ;;
+    torch) what=(-e '.[torch]' -c requirements-dev.txt) kinds=(torch dev) ;;
+    dev) what=(-e . -r requirements-dev.txt) kinds=(dev) ;;
+  esac
+  for stamp in "${kinds[@]/#/$VENV/.installed-}"; do
     if [[ -f "$stamp" && "$(<"$stamp")" == "$digest" ]]; then
       return 0
     fi
@@ -66,11 +73,11 @@ ensure_venv() {
     python=$(_find_python) || return
     pip=("$python" -m pip --python "$VENV/bin/python")
   fi
-  local what=(-e .)
-  if [[ "$kind" == dev ]]; then
-    what+=(-r requirements-dev.txt)
-  fi
   echo "installing into $VENV (once, until the requirements change)"
-  "${pip[@]}" install --quiet --disable-pip-version-check "${what[@]}" || return
+  if [[ "$kind" != run ]]; then
+    echo "pip's own settings choose the build of torch: one for CPUs is enough, and far smaller"
+  fi
+  # Compiled when first imported: of torch's modules, that is half.
+  "${pip[@]}" install --quiet --no-compile --disable-pip-version-check "${what[@]}" || return
   echo "$digest" >"$VENV/.installed-$kind"
 }
