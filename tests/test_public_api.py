@@ -25,6 +25,20 @@ def test_type_checkers_see_the_same_names():
     assert typed | {"__version__"} == set(shardkeep.__all__)
 
 
+def test_types_reach_users(tmp_path):
+    script = tmp_path / "uses.py"
+    script.write_text(
+        "import shardkeep\n"
+        "reveal_type(shardkeep.save({}, 'x').nbytes)\n"
+        "shardkeep.save({}, 'x', overwrit=True)\n"
+    )
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script)]
+    told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+    assert 'Revealed type is "int"' in told or "builtins.int" in told, told
+    assert 'Unexpected keyword argument "overwrit"' in told
+    assert "Found 1 error" in told, told
+
+
 def test_calls_can_be_repeated_after_lazy_import():
     code = """
 import shardkeep
