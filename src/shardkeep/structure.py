@@ -94,6 +94,27 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
         fixed |= clash
 
 
+def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
+    """Torch's names of all leaves below a node, in order."""
+    kind, keys, children, _ = node
+    for key, child in zip(keys if kind in _KEYED else range(len(children)), children, strict=True):
+        text = key if type(key) is str else key_text(key)
+        if type(child) is int:
+            names.append(prefix + text)
+        else:
+            _dotted_names(child, f"{prefix}{text}.", names)
+
+
+def _check_lengths(names: Sequence[str], paths: Sequence[Path]) -> None:
+    for name, path in zip(names, paths, strict=True):
+        size = len(name.encode())
+        if size > MAX_NAME_BYTES:
+            begin = key_text(path[0])[:80]
+            raise UnsupportedValueError(
+                f"the name of {begin}... has {size} bytes; at most {MAX_NAME_BYTES} can be stored"
+            )
+
+
 def key_identity(key: Key) -> object:
     """Tells 1, True and 1.0 apart, which Python calls equal."""
     return key if type(key) is str else values.encode_key(key, where="")
@@ -137,14 +158,14 @@ class Structure:
     def names(self) -> list[str]:
         """Name of each leaf, in order; see `unique_names`."""
         if self._names is None:
-            self._names = unique_names(self.paths)
-            for name, path in zip(self._names, self.paths, strict=True):
-                if len(name) > MAX_NAME_BYTES // 4 and len(name.encode()) > MAX_NAME_BYTES:
-                    begin, size = key_text(path[0])[:80], len(name.encode())
-                    raise UnsupportedValueError(
-                        f"the name of {begin}... has {size} bytes; at most {MAX_NAME_BYTES} can be "
-                        "stored"
-                    )
+            names: list[str] = []
+            if type(self.root) is not int:
+                _dotted_names(self.root, "", names)
+            if len(set(names)) < len(self.paths):
+                names = unique_names(self.paths)
+            if max(map(len, names), default=0) > MAX_NAME_BYTES // 4:
+                _check_lengths(names, self.paths)
+            self._names = names
         return self._names
 
     @property

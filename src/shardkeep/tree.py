@@ -36,6 +36,7 @@ from shardkeep.structure import (
 __all__ = ["FlatState", "Leaf", "PerRank", "Stateful", "fill", "flatten"]
 
 T = TypeVar("T")
+_TEXT = {str}
 
 
 @runtime_checkable
@@ -228,6 +229,7 @@ class _Walk:
         self.adapters: list[ArrayAdapter | None] = []
         self.fixed: set[int] = set()
         self.key_types: set[type] = set()
+        self._known: dict[type, ArrayAdapter | None] = {}
 
     def node(self, value: object, path: Path, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -289,25 +291,29 @@ class _Walk:
 
     def _arrays_only(self, value: Mapping[Key, object]) -> list[Node] | None:
         """Take a dict of arrays under plain names, as most of a state is, all at once."""
-        if type(value) not in (dict, OrderedDict) or not all(type(key) is str for key in value):
+        if type(value) not in (dict, OrderedDict) or not set(map(type, value)) <= _TEXT:
             return None
-        try:
-            "".join(value).encode()
-        except UnicodeEncodeError:
-            return None
+        if not "".join(value).isascii():
+            return None  # it may not even be valid Unicode
         arrays = list(value.values())
-        adapters: dict[type, ArrayAdapter] = {}
-        for kind in set(map(type, arrays)):
-            adapter = adapter_of_type(kind)
-            if adapter is None or adapter.is_composite(kind):
+        kinds = list(map(type, arrays))
+        for kind in set(kinds):
+            if self._simple(kind) is None:
                 return None
-            adapters[kind] = adapter
         if any_sets_shard_fields(arrays):
             return None
         self.key_types.add(str)
         self.values += arrays
-        self.adapters += [adapters[type(array)] for array in arrays]
+        self.adapters += map(self._known.__getitem__, kinds)
         return [TENSOR] * len(arrays)
+
+    def _simple(self, kind: type) -> ArrayAdapter | None:
+        """The adapter of arrays of this type, unless they are made of others."""
+        if kind not in self._known:
+            adapter = adapter_of_type(kind)
+            simple = adapter is not None and not adapter.is_composite(kind)
+            self._known[kind] = adapter if simple else None
+        return self._known[kind]
 
     def _sequence(self, value: Sequence[object], path: Path, depth: int) -> Node:
         children = [self.node(child, (*path, i), depth + 1) for i, child in enumerate(value)]

@@ -69,6 +69,13 @@ class TorchDistributed:
 
     def addresses(self, values: Sequence[Any]) -> Sequence[int]:
         """What each kind knows."""
+        kinds = {_kind_of(kind) for kind in set(map(type, values))}
+        if kinds == {_KINDS["DTensor"]}:
+            locals_ = list(map(_LOCAL, values))
+            if set(map(type, locals_)) <= _PLAIN:
+                found = TENSORS.addresses(locals_)
+                if all(found):
+                    return found
         return [_kind(value).address(value) for value in values]
 
     def tie(self, value: object) -> Hashable:
@@ -129,7 +136,10 @@ def _kind(value: object) -> _Kind:
     return kind
 
 
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 _LOOKS = attrgetter("_spec", "_local_tensor", "requires_grad")
+_LOCAL = attrgetter("_local_tensor")
+_LOCAL_LOOKS = attrgetter("__class__", "shape", "dtype", "layout", "is_meta")
 _SPEC_LOOKS = attrgetter(
     "mesh", "placements", "shape", "shard_order", "use_strided_shard_as_shard_order"
 )
@@ -209,7 +219,7 @@ class _DTensors:
         try:
             specs, locals_, gradients = zip(*map(_LOOKS, values), strict=True)
             layouts = map(_SPEC_LOOKS, specs)
-            return list(zip(layouts, TENSORS.glances(locals_), gradients, strict=True))
+            return list(zip(layouts, map(_LOCAL_LOOKS, locals_), gradients, strict=True))
         except (AttributeError, RuntimeError):
             return [None] * len(values)
 
@@ -297,7 +307,7 @@ def _local(value: Any, where: str) -> torch.Tensor:
     local: Any = value._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.trigger_wait()
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in _PLAIN:
         raise UnsupportedValueError(
             f"{where}: the local tensor of the DTensor is a {type(local).__module__}."
             f"{type(local).__qualname__}; only DTensors over plain tensors can be stored"
