@@ -77,6 +77,37 @@ class Sink(Protocol):
         """
 
 
+TILE = 64
+"""Columns copied together where the memory they come from runs along another dimension."""
+
+
+def _copy_strided(place: npt.NDArray[np.generic], part: npt.NDArray[np.generic]) -> None:
+    """Copy into contiguous memory; what is transposed goes tile by tile.
+
+    Row by row every element would fetch a cache line of its own, and again for the next row.
+    """
+    steps = [abs(step) for step, n in zip(part.strides, part.shape, strict=True) if n > 1]
+    if not steps or min(steps) == abs(part.strides[-1]) or part.size <= TILE * TILE:
+        np.copyto(place, part)
+        return
+    near = next(
+        dim
+        for dim, (step, n) in enumerate(zip(part.strides, part.shape, strict=True))
+        if n > 1 and abs(step) == min(steps)
+    )
+    if part.ndim > 2 and part.shape[near] * part.shape[-1] >= TILE * TILE // 4:
+        # One plane after the other: along the memory, and along what is to be contiguous.
+        order = [*(dim for dim in range(part.ndim - 1) if dim != near), near, part.ndim - 1]
+        place, part = place.transpose(order), part.transpose(order)
+        planes = list(np.ndindex(part.shape[:-2]))
+    else:
+        planes = [()]
+    for plane in planes:
+        to, source = place[plane], part[plane]
+        for low in range(0, part.shape[-1], TILE):
+            np.copyto(to[..., low : low + TILE], source[..., low : low + TILE])
+
+
 @dataclass(frozen=True, slots=True)
 class HostSource:
     """Elements in host memory: any strides, a dtype whose copies keep every bit."""
@@ -94,7 +125,7 @@ class HostSource:
         at = 0
         for offsets, sizes in flat_range_boxes(array.shape, start, stop):
             part = array[region(offsets, sizes)]
-            np.copyto(typed[at : at + part.size].reshape(part.shape), part)
+            _copy_strided(typed[at : at + part.size].reshape(part.shape), part)
             at += part.size
 
     def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> HostSource:

@@ -154,15 +154,6 @@ def _checked_index(index: Any, n: int, dim: int) -> int:
     return int(at % n)
 
 
-class _MappedSink:
-    """Puts a contiguous box of a tensor where a stepped selection wants it."""
-
-    def __init__(self, sink: HostSink, slices: tuple[slice, ...]) -> None:
-        place: Any = (*slices, ...)
-        self._sink = HostSink(sink.array[place], sink.dtype)
-        self.put = self._sink.put
-
-
 def _runs(picks: Sequence[int]) -> list[tuple[int, int, int]]:
     """Cut the wanted indices of a dimension into (first index, length, place in the result)."""
     if isinstance(picks, range) and picks.step == 1:
@@ -194,7 +185,11 @@ def _wanted(
                 "the result"
             )
     return [
-        (name, ChunkStorageMetadata(tuple(low), tuple(size)), _MappedSink(sink, tuple(place)))
+        (
+            name,
+            ChunkStorageMetadata(tuple(low), tuple(size)),
+            HostSink(sink.array[tuple(place)] if place else sink.array, sink.dtype),
+        )
         for low, size, place in boxes
     ]
 

@@ -31,6 +31,7 @@ from shardkeep.progress import Progress, tracked
 from shardkeep.saving import SaveResult, run_save
 from shardkeep.storage import (
     CheckpointId,
+    ReadOnce,
     StorageReader,
     StorageWriter,
     find_reader,
@@ -151,6 +152,7 @@ class Checkpointer:
         expect_digest: str | None = None,
         allow_pickle: bool = False,
         device: object = None,
+        read_once: ReadOnce = "auto",
         memory_budget: int | None = None,
         progress: Progress = None,
     ) -> LoadResult:
@@ -163,6 +165,7 @@ class Checkpointer:
             "verify": verify,
             "expect_digest": expect_digest,
             "allow_pickle": allow_pickle,
+            "read_once": read_once,
             "version": _version(),
         }
         with self._coordinator.call("load"):
@@ -223,6 +226,7 @@ class Checkpointer:
                 coordinator=self._coordinator,
                 options={"checkpoint_id": _where(checkpoint_id, reader), **options},
                 planned=counter.expect,
+                read_once=options["read_once"],
             )
 
     @contextlib.contextmanager
@@ -323,6 +327,7 @@ def load(
     expect_digest: str | None = None,
     allow_pickle: bool = False,
     device: object = None,
+    read_once: ReadOnce = "auto",
     memory_budget: int | None = None,
     timeout_s: float | None = None,
     progress: Progress = None,
@@ -331,7 +336,8 @@ def load(
 
     Names that are missing or unexpected, shapes and dtypes that differ are one `MismatchError` that
     lists them all, raised before anything is read. `keys` (globs) narrows the request, `optional`
-    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind.
+    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind. `read_once`
+    says whether what several ranks want is read by one of them and passed on.
     """
     with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
         return keeper.load(
@@ -347,6 +353,7 @@ def load(
             expect_digest=expect_digest,
             allow_pickle=allow_pickle,
             device=device,
+            read_once=read_once,
             memory_budget=memory_budget,
             progress=progress,
         )

@@ -22,7 +22,7 @@ import msgspec
 from shardkeep.errors import PlanError, RankError
 from shardkeep.failures import Failure, describe, merge_failures
 from shardkeep.heartbeats import Heart, Patience, Watch, beat_key, default_timeout_s
-from shardkeep.planes import FAILED, Bulk, Control, Helper, SharedDict, ThreadBulk
+from shardkeep.planes import FAILED, Bulk, Control, Helper, Part, SharedDict, ThreadBulk
 
 __all__ = [
     "Coordinator",
@@ -68,6 +68,14 @@ class Coordinator(Protocol):
     def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
         """Do `work` on the coordinator and give every rank what it returns."""
 
+    def exchange(
+        self, phase: str, local: Callable[[], Sequence[Part]], sizes: Sequence[int]
+    ) -> list[Part]:
+        """Make bytes for every rank on every rank; returns what each has for this one.
+
+        `sizes` is how many bytes each will have.
+        """
+
     def may_commit(self) -> None:
         """Called on the coordinator just before the commit; raises if others gave it up."""
 
@@ -112,6 +120,12 @@ class SingleProcess:
     def lead(self, phase: str, work: Callable[[], bytes]) -> bytes:
         """Just do it."""
         return work()
+
+    def exchange(
+        self, phase: str, local: Callable[[], Sequence[Part]], sizes: Sequence[int]
+    ) -> list[Part]:
+        """What it has for itself."""
+        return list(local())
 
     def may_commit(self) -> None:
         """Always."""
@@ -256,6 +270,14 @@ class Ranks:
                 phase, lambda: work() if self.rank == 0 else None, lambda made: made
             )
             return self._move(phase, lambda bulk: bulk.broadcast(made)) if word is None else word
+
+    def exchange(
+        self, phase: str, local: Callable[[], Sequence[Part]], sizes: Sequence[int]
+    ) -> list[Part]:
+        """Bulk follows an agreed outcome here too."""
+        with self.call(phase):
+            mine, _ = self._outcome(phase, local)
+            return self._move(phase, lambda bulk: bulk.exchange(mine, sizes))
 
     def may_commit(self) -> None:
         """Others who give this rank up and this rank's commit exclude each other.

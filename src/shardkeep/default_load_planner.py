@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 from shardkeep import tree, values
-from shardkeep.arrays import ArrayAdapter, LocalTarget, Sink, adapter_of
-from shardkeep.dtypes import Cast, can_cast
+from shardkeep.arrays import LocalTarget, Sink
+from shardkeep.dtypes import Cast, DType, can_cast, lookup
 from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
 from shardkeep.reads import plan_reads
-from shardkeep.structure import TENSOR, VALUE, Structure, dotted, key_identity, key_text
+from shardkeep.structure import TENSOR, Structure, dotted, key_identity, key_text
 from shardkeep.tables import StateColumns
 
 __all__ = ["DefaultLoadPlanner", "mismatch_error"]
@@ -59,7 +60,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if not isinstance(stored, StateColumns):
             raise TypeError("the default load planner needs metadata over columns")
         self._stored = stored
-        self.results: list[object] = [leaf.value for leaf in self._flat.leaves]
+        self.results: list[object] = list(self._flat.values)
 
     def _asked(self, name: str) -> bool:
         return self.keys is None or any(fnmatchcase(name, key) for key in self.keys)
@@ -69,39 +70,38 @@ class DefaultLoadPlanner(LoadPlanner):
         names = self._stored_names()
         mismatched = self._per_rank_faults()
         self._targets: list[tuple[str, LocalTarget, int]] = []
-        value_names, value_dest, wanted = [], [], []
-        tensors, others = self._stored.tensors, self._stored.values_table
-        for number, (leaf, name) in enumerate(zip(self._flat.leaves, names, strict=True)):
-            if not self._asked(name):
+        value_names, value_dest = [], []
+        row_of, others = self._stored.tensors.row_of, self._stored.values_table.row_of
+        fault_of = self._faults()
+        asked = names if self.keys is None else [name for name in names if self._asked(name)]
+        wanted = frozenset(asked)
+        every = zip(names, self._flat.values, self._flat.adapters, strict=True)
+        for number, (name, value, adapter) in enumerate(every):
+            if name not in wanted:
                 continue
-            wanted.append(name)
-            row = tensors.row_of.get(name)
-            if leaf.kind == VALUE:
+            row = row_of.get(name)
+            if adapter is None:
                 if row is not None:
-                    mismatched[name] = (
-                        f"an array is stored, the target is a {type(leaf.value).__name__}"
-                    )
-                elif name in others.row_of:
+                    mismatched[name] = f"an array is stored, the target is a {type(value).__name__}"
+                elif name in others:
                     value_names.append(name)
                     value_dest.append(number)
                 continue
             if row is None:
-                if name in others.row_of:
+                if name in others:
                     mismatched[name] = "a plain value is stored, the target is an array"
                 continue
-            adapter = adapter_of(leaf.value)
-            assert adapter is not None
-            fault = self._fault(adapter, leaf.value, name, row)
+            fault = fault_of(row, *adapter.signature(value, name))
             if fault:
                 mismatched[name] = fault
-            else:
-                target = adapter.target(leaf.value, name, self.device)
-                self._targets.append((name, target, number))
-                self.results[number] = target.result
+                continue
+            target = adapter.target(value, name, self.device)
+            self._targets.append((name, target, number))
+            self.results[number] = target.result
         items = self._read_items(value_names, value_dest)
         return LoadPlan(
             items,
-            wanted=frozenset(wanted),
+            wanted=wanted,
             containers=frozenset(_top_containers(self._flat.structure)),
             mismatched=mismatched,
         )
@@ -149,17 +149,25 @@ class DefaultLoadPlanner(LoadPlanner):
                 )
         return faults
 
-    def _fault(self, adapter: ArrayAdapter, value: object, name: str, row: int) -> str:
-        """Why the target does not fit the stored tensor, or nothing."""
+    def _faults(self) -> Callable[[int, tuple[int, ...], DType], str]:
+        """Says why a target of some shape and type does not fit a stored tensor, or nothing."""
         tensors = self._stored.tensors
-        shape, dtype = adapter.signature(value, name)
-        stored_shape, stored_dtype = tensors.shape(row), tensors.dtype(row)
-        faults = []
-        if stored_shape != shape:
-            faults.append(f"stored shape {stored_shape}, target shape {shape}")
-        if not can_cast(stored_dtype, dtype, self.cast):
-            faults.append(f"stored dtype {stored_dtype.name}, target dtype {dtype.name}")
-        return "; ".join(faults)
+        start, flat = tensors.shape_start.tolist(), tuple(tensors.shapes.tolist())
+        kind, dtypes = tensors.kind.tolist(), [lookup(one.dtype) for one in tensors.kinds]
+        castable = cache(lambda stored, wanted: can_cast(stored, wanted, self.cast))
+
+        def fault_of(row: int, shape: tuple[int, ...], dtype: DType) -> str:
+            stored_shape, stored = flat[start[row] : start[row + 1]], dtypes[kind[row]]
+            if stored_shape == shape and (stored is dtype or castable(stored, dtype)):
+                return ""
+            faults = []
+            if stored_shape != shape:
+                faults.append(f"stored shape {stored_shape}, target shape {shape}")
+            if not castable(stored, dtype):
+                faults.append(f"stored dtype {stored.name}, target dtype {dtype.name}")
+            return "; ".join(faults)
+
+        return fault_of
 
     def _read_items(self, value_names: Sequence[str], value_dest: Sequence[int]) -> ReadItems:
         """Overlap every wanted box with the chunks of its tensor."""
@@ -179,15 +187,8 @@ class DefaultLoadPlanner(LoadPlanner):
         mismatched: dict[str, str] = {}
         for plan in global_plan:
             mismatched |= plan.mismatched
-        stored = self._stored
-        tops = containers | {top for top, inner in map(_split_top, wanted) if inner}
-        absent = sorted(
-            n
-            for n in wanted
-            if n not in stored.tensors.row_of
-            and n not in stored.values_table.row_of
-            and n not in mismatched
-        )
+        tensors, others = self._stored.tensors.row_of, self._stored.values_table.row_of
+        absent = sorted(wanted - tensors.keys() - others.keys() - mismatched.keys())
         per_rank = tuple(f"{name}." for name in mismatched)
         missing = [
             n
@@ -200,13 +201,7 @@ class DefaultLoadPlanner(LoadPlanner):
             for glob in self.keys or ()
             if not any(fnmatchcase(name, glob) for name in wanted)  # a slip, not a request
         ]
-        unexpected: list[str] = []
-        skipped: list[str] = []
-        for name, top in self._stored_tops():
-            if name in wanted or (per_rank and name.startswith(per_rank)):
-                continue
-            asked = top is None or top in tops
-            (unexpected if asked and self.keys is None else skipped).append(name)
+        unexpected, skipped = self._unasked(wanted, containers, per_rank)
         self.missing, self.unexpected, self.skipped = (
             tuple(absent),
             tuple(unexpected),
@@ -217,6 +212,23 @@ class DefaultLoadPlanner(LoadPlanner):
                 missing if self.strict else (), unexpected if self.strict else (), mismatched
             )
         return global_plan
+
+    def _unasked(
+        self, wanted: frozenset[str], containers: frozenset[str], per_rank: tuple[str, ...]
+    ) -> tuple[list[str], list[str]]:
+        """Stored names that nobody wants: inside what the target has, and elsewhere."""
+        unexpected: list[str] = []
+        skipped: list[str] = []
+        stored = self._stored
+        if stored.tensors.row_of.keys() | stored.values_table.row_of.keys() <= wanted:
+            return unexpected, skipped
+        tops = containers | {top for top, inner in map(_split_top, wanted) if inner}
+        for name, top in self._stored_tops():
+            if name in wanted or (per_rank and name.startswith(per_rank)):
+                continue
+            asked = top is None or top in tops
+            (unexpected if asked and self.keys is None else skipped).append(name)
+        return unexpected, skipped
 
     def _stored_tops(self) -> Iterator[tuple[str, str | None]]:
         """Each stored name and the top-level container it is in; a top-level tensor is in none.
@@ -239,11 +251,11 @@ class DefaultLoadPlanner(LoadPlanner):
         """Decode a value; named tuples and Enums take their class from the target."""
         number = read_item.dest_index.index
         assert number is not None
-        leaf = self._flat.leaves[number]
-        decoded = values.like(leaf.value, values.decode(value, allow_pickle=self.allow_pickle))
-        if leaf.fixed and not values.same(leaf.value, decoded):
+        target = self._flat.values[number]
+        decoded = values.like(target, values.decode(value, allow_pickle=self.allow_pickle))
+        if number in self._flat.fixed and not values.same(target, decoded):
             name = read_item.dest_index.fqn
-            raise mismatch_error((), (), {name: f"stored {decoded!r}, target {leaf.value!r}"})
+            raise mismatch_error((), (), {name: f"stored {decoded!r}, target {target!r}"})
         self.results[number] = decoded
 
     def resolve_tensor(self, read_item: ReadItem) -> Sink:
@@ -252,12 +264,23 @@ class DefaultLoadPlanner(LoadPlanner):
         assert number is not None
         return self._sinks[number]
 
+    def sinks(self, items: ReadItems) -> Callable[[int], Sink]:
+        """Straight from the list, unless a subclass has something to say about each."""
+        if type(self).resolve_tensor is not DefaultLoadPlanner.resolve_tensor:
+            return super().sinks(items)
+        return self._sinks.__getitem__
+
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
         """Sinks need no commit."""
 
     def targets(self) -> list[tuple[str, LocalTarget]]:
         """Every array that will be filled."""
         return [(name, target) for name, target, _ in self._targets]
+
+    def release(self) -> None:
+        """Let go of the target and of everything made for it; what was missing stays known."""
+        del self._state, self._flat, self._targets, self._sinks, self.results
+        del self._metadata, self._stored
 
     def fill(self) -> Any:
         """Put what was read into the target; returns the filled tree."""
@@ -291,7 +314,7 @@ def _unmatched(path: tuple[Any, ...]) -> str:
 
 
 def _has_brackets(structure: Structure) -> bool:
-    return any(
+    return "[" in "".join(structure.names) and any(
         name != dotted(path) for name, path in zip(structure.names, structure.paths, strict=True)
     )
 

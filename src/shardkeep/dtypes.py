@@ -10,6 +10,7 @@ index is the truth.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from shardkeep.errors import MissingDependencyError, UnsupportedValueError
@@ -63,9 +64,14 @@ class DType:
 
     def bits(self) -> np.dtype[np.generic]:
         """A dtype of the same size whose copies keep every bit."""
-        import numpy as np
+        return _bits(self.itemsize)
 
-        return np.dtype("complex128" if self.itemsize == 16 else f"u{self.itemsize}")
+
+@cache
+def _bits(itemsize: int) -> np.dtype[np.generic]:
+    import numpy as np
+
+    return np.dtype("complex128" if itemsize == 16 else f"u{itemsize}")
 
 
 def _row(

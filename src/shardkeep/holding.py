@@ -64,6 +64,8 @@ class Look:
     """The tensor of each piece of the plan."""
     number: Ints = field(default_factory=_no_rows)
     """Which of the boxes of the tensor's form it is."""
+    boxes: Boxes = field(default_factory=lambda: Boxes.of(()))
+    """The box of each piece."""
     adapters: list[ArrayAdapter | None] = field(default_factory=list)
     """The adapter of each leaf."""
     unasked: list[int] = field(default_factory=list)
@@ -120,9 +122,11 @@ class Holding:
             return None
         flat = FlatState(look.structure, leaves, look.adapters, set(), set(look.key_types))
         out = cls(flat, look, trusted=True)
+        if not out._are_as_seen(look.unasked):
+            return None
         for row in look.unasked:
             first = look.alias_of[row]
-            if not out._is_as_seen(row) or (first != NO_ALIAS and not out._are_tied(row, first)):
+            if first != NO_ALIAS and not out._are_tied(row, first):
                 return None
         return out
 
@@ -136,11 +140,13 @@ class Holding:
         assert adapter is not None
         return adapter, self.flat.values[leaf]
 
-    def _is_as_seen(self, row: int) -> bool:
-        adapter, value = self._leaf(row)
-        if adapter_of(value) is not adapter:
+    def _are_as_seen(self, rows: list[int]) -> bool:
+        """Whether arrays recognised by identity have the forms they had."""
+        if any(adapter_of(array) is not adapter for adapter, array in map(self._leaf, rows)):
             return False
-        return bool(adapter.glances((value,))[0] == self.look.glances[row])
+        leaves = [self.look.tensor_leaf[row] for row in rows]
+        seen = self._by_adapter(lambda adapter, arrays: adapter.glances(arrays), leaves)
+        return seen == [self.look.glances[row] for row in rows]
 
     def take_trace(self, state: object) -> None:
         """Remember the objects of the state this was taken of, to recognise them later."""
@@ -160,9 +166,14 @@ class Holding:
         self.flat.structure = other.structure  # whose names are known
         return True
 
-    def _by_adapter(self, ask: Callable[[ArrayAdapter, Sequence[Any]], Sequence[Any]]) -> list[Any]:
+    def _by_adapter(
+        self,
+        ask: Callable[[ArrayAdapter, Sequence[Any]], Sequence[Any]],
+        leaves: list[int] | None = None,
+    ) -> list[Any]:
         """Ask every adapter once, about all of its tensors; answers in the order of tensors."""
-        flat, leaves = self.flat, self.look.tensor_leaf
+        flat = self.flat
+        leaves = self.look.tensor_leaf if leaves is None else leaves
         adapters = [flat.adapters[leaf] for leaf in leaves]
         arrays = [flat.values[leaf] for leaf in leaves]
         if adapters and len(set(map(id, adapters))) == 1:
@@ -230,12 +241,13 @@ class Holding:
         rows, start = ragged_rows(box_start, form)
         self.look.tensor = np.repeat(np.arange(len(form)), np.diff(start))
         self.look.number = number[rows]
+        self.look.boxes = boxes.take(rows)
         asked = np.array(self.look.alias_of, np.int64) == NO_ALIAS
         asked &= np.diff(start) > 0
         self.look.unasked = np.flatnonzero(~asked).tolist()
         replicas = np.array([replica_number(f.replicas) for f in forms], np.int64)
         chunks = ChunkTable(
-            self.look.tensor, boxes.take(rows), np.full(len(rows), rank), np.arange(len(rows))
+            self.look.tensor, self.look.boxes, np.full(len(rows), rank), np.arange(len(rows))
         )
         kinds = TensorTable.of(
             [""] * len(forms), [f.properties for f in forms], [f.shape for f in forms]
@@ -262,21 +274,43 @@ class Holding:
         form: ArrayForm = self.look.forms[self.look.form[self.look.tensor[number]]]
         return form.dtype.itemsize
 
-    def piece(self, number: int) -> tuple[ChunkStorageMetadata, Source]:
-        """A box that this rank holds, and its elements. May be called from any thread."""
-        row = int(self.look.tensor[number])
-        boxes = self.look.forms[self.look.form[row]].boxes
-        which = int(self.look.number[number])
+    def sources(self, numbers: Ints, boxes: Boxes) -> list[Source]:
+        """The elements of parts of pieces, given by box; from any thread."""
+        rows = self.look.tensor[numbers].tolist()
+        if self.trusted and not self._are_as_seen(rows):
+            raise StalePlan
+        held = self.look.boxes.take(numbers)
+        every = np.array_equal(held.offsets, boxes.offsets)
+        every = every and np.array_equal(held.sizes, boxes.sizes)
+        out = []
+        for at, (row, which) in enumerate(
+            zip(rows, self.look.number[numbers].tolist(), strict=True)
+        ):
+            source = self._sources(row)[which]
+            out.append(source if every else _part(source, held[at], boxes[at]))
+        return out
+
+    def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)
         if sources is None:
-            if self.trusted and not self._is_as_seen(row):
-                raise StalePlan
             adapter, array = self._leaf(row)
             name = self.flat.structure.names[self.look.tensor_leaf[row]]
             sources = adapter.sources(array, name)
-            if len(boxes) > 1:
+            if len(sources) > 1:
                 self._several[row] = sources
-        return boxes[which], sources[which]
+        return sources
+
+    def piece(self, number: int) -> tuple[ChunkStorageMetadata, Source]:
+        """A box that this rank holds, and its elements. May be called from any thread."""
+        boxes = self.look.boxes.part(number, number + 1)
+        return boxes[0], self.sources(np.array([number]), boxes)[0]
+
+
+def _part(source: Source, held: ChunkStorageMetadata, box: ChunkStorageMetadata) -> Source:
+    if held == box:
+        return source
+    offsets = tuple(a - b for a, b in zip(box.offsets, held.offsets, strict=True))
+    return source.part(offsets, box.sizes)
 
 
 def _check_shape(shape: tuple[int, ...], itemsize: int, name: str) -> None:

@@ -9,21 +9,25 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["host_name", "ranks_on_hosts"]
+import msgspec
+
+__all__ = ["name_host", "ranks_on_hosts"]
 
 
-def host_name() -> str:
+def name_host(message: bytes) -> bytes:
+    """A rank's message to the coordinator, with where it comes from."""
+    return msgspec.msgpack.encode((_host_name(), message))
+
+
+def ranks_on_hosts(told: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
+    """The messages that `name_host` was given, and how many of them come from each one's host."""
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, bytes]) for part in told]
+    counts = Counter(host for host, _ in parts)
+    return [message for _, message in parts], [counts[host] for host, _ in parts]
+
+
+def _host_name() -> str:
     """The same for processes that share a machine, also in containers with names of their own."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
-
-
-def ranks_on_hosts(names: Sequence[str]) -> list[int]:
-    """For each rank, how many ranks there are on its host.
-
-    >>> ranks_on_hosts(["a", "b", "a"])
-    [2, 1, 2]
-    """
-    counts = Counter(names)
-    return [counts[name] for name in names]

@@ -7,23 +7,29 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from shardkeep.arrays import LocalTarget, Memory
+from shardkeep.arrays import LocalTarget, Memory, SinkPiece
+from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_load_planner import DefaultLoadPlanner, mismatch_error
 from shardkeep.errors import StorageError
+from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import ChunkStorageMetadata, Metadata
 from shardkeep.planner import LoadPlan, Place, ReadItems
-from shardkeep.storage import StorageReader
+from shardkeep.storage import ReadOnce, StorageReader
 from shardkeep.wire import decode_load_plan, encode_load_plan
 
 __all__ = ["LoadResult", "run_load"]
 
 log = logging.getLogger("shardkeep")
+
+SOON_READ = 1 << 30
+"""Bytes that are read so soon that Python's collector can wait for it."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class LoadResult:
     nbytes: int
     """Payload delivered on this rank."""
     stats: Mapping[str, float]
-    """Seconds of each phase."""
+    """Seconds of each phase, and what the storage counted; see `docs/PERFORMANCE.md`."""
 
 
 class _Names(msgspec.Struct):
@@ -58,6 +64,7 @@ def run_load(
     coordinator: Coordinator,
     options: Mapping[str, Any] | None = None,
     planned: Callable[[int], None] = lambda nbytes: None,
+    read_once: ReadOnce = "auto",
 ) -> LoadResult:
     """Fill `state` on every rank of the group.
 
@@ -65,28 +72,34 @@ def run_load(
     """
     try:
         with coordinator.call("load"):
-            _agree_on(options or {}, coordinator)
+            reader.ranks_on_host = _agree_on(options or {}, coordinator)
             try:
-                return _load_once(state, reader, planner, coordinator, planned)
+                return _load_once(state, reader, planner, coordinator, planned, read_once)
             except StorageError as error:
                 if not error.transient:
                     raise
                 log.warning("reading again: %s", error)
                 reader.reset()
-                return _load_once(state, reader, planner, coordinator, planned)
+                return _load_once(state, reader, planner, coordinator, planned, read_once)
     finally:
         reader.close()
 
 
-def _agree_on(options: Mapping[str, Any], coordinator: Coordinator) -> None:
-    """Ranks must have been asked for the same thing."""
-    if coordinator.world_size > 1:
+def _agree_on(options: Mapping[str, Any], coordinator: Coordinator) -> int:
+    """Ranks must have been asked for the same thing; how many of them there are on this host."""
+    if coordinator.world_size == 1:
+        return 1
 
-        def join(told: list[bytes]) -> list[bytes]:
-            check_same(told, "loads")
-            return [b""] * coordinator.world_size
+    def join(told: list[bytes]) -> list[bytes]:
+        asked, counts = ranks_on_hosts(told)
+        check_same(asked, "loads")
+        answers = {count: str(count).encode() for count in counts}
+        return [answers[count] for count in counts]
 
-        coordinator.gather_scatter("set up", lambda: encode_asked(options), join)
+    def ask() -> bytes:
+        return name_host(encode_asked(options))
+
+    return int(coordinator.gather_scatter("set up", ask, join))
 
 
 def _load_once(
@@ -95,34 +108,65 @@ def _load_once(
     planner: DefaultLoadPlanner,
     coordinator: Coordinator,
     planned: Callable[[int], None],
+    read_once: ReadOnce,
 ) -> LoadResult:
     place = Place(coordinator.rank, coordinator.world_size)
     begun = time.perf_counter()
     metadata = _open(reader, coordinator, place)
     opened = time.perf_counter()
+    with contextlib.ExitStack() as paused:
+        # Plans are many objects without cycles, and are gone again before the collector looks.
+        paused.enter_context(paused_collector())
 
+        def ready(plan: LoadPlan) -> None:
+            nbytes = _wanted_bytes(plan)
+            if nbytes > SOON_READ:
+                paused.close()
+            planned(nbytes)
+
+        result, times = _fill(
+            state, metadata, reader, planner, coordinator, place, read_once, ready
+        )
+        planner.release()
+    stats = {"open_s": opened - begun, "plan_s": times[0] - opened, "read_s": times[1] - times[0]}
+    return replace(result, stats={**stats, **reader.stats})
+
+
+def _fill(
+    state: object,
+    metadata: Metadata,
+    reader: StorageReader,
+    planner: DefaultLoadPlanner,
+    coordinator: Coordinator,
+    place: Place,
+    read_once: ReadOnce,
+    ready: Callable[[LoadPlan], None],
+) -> tuple[LoadResult, tuple[float, float]]:
+    """Plan and read; the result, and when each was done."""
     plan, names = _plan(state, metadata, reader, planner, coordinator, place)
     coordinator.agree("check ties", lambda: check_ties(planner.targets(), reader))
-    planned(_wanted_bytes(plan))
-    ready = time.perf_counter()
+    ready(plan)
+    planned = time.perf_counter()
 
     # Values first, on all ranks: they are small, and may still refuse the load.
     coordinator.agree("read values", lambda: reader.read_bytes(plan, planner))
     delivered: list[int] = []
     filled: list[object] = []
     with _undefined_after_errors():
+        if read_once and place.world_size > 1 and hasattr(coordinator, "exchange"):
+            reader.share_reads(plan, planner, coordinator, read_once)
         coordinator.agree("read", lambda: delivered.append(reader.read_data(plan, planner)))
         coordinator.agree("fill", lambda: filled.append(planner.fill()))
     done = time.perf_counter()
-    stats = {"open_s": opened - begun, "plan_s": ready - opened, "read_s": done - ready}
-    return LoadResult(
+    result = LoadResult(
         filled[0],
         tuple(names.missing),
         tuple(names.unexpected),
         tuple(names.skipped),
         delivered[0],
-        stats,
+        {},
     )
+    return result, (planned, done)
 
 
 @contextlib.contextmanager
@@ -167,17 +211,17 @@ def _plan(
     def make_local() -> bytes:
         planner.set_up_planner(state, metadata, place)
         local.append(reader.prepare_local_plan(planner.create_local_plan()))
-        return encode_load_plan(local[0])
+        return encode_load_plan(local[0]) if place.world_size > 1 else b""
 
     def join(told: list[bytes]) -> Sequence[bytes]:
-        reader.prepare_global_plan(
-            planner.create_global_plan([decode_load_plan(part) for part in told])
-        )
+        alone = place.world_size == 1
+        plans = local[:] if alone else [decode_load_plan(part) for part in told]
+        reader.prepare_global_plan(planner.create_global_plan(plans))
         names = _Names(list(planner.missing), list(planner.unexpected), list(planner.skipped))
         return [msgspec.msgpack.encode(names)] * place.world_size
 
     answer = coordinator.gather_scatter("plan", make_local, join)
-    return planner.finish_plan(local[0]), msgspec.msgpack.decode(answer, type=_Names)
+    return planner.finish_plan(local.pop()), msgspec.msgpack.decode(answer, type=_Names)
 
 
 def _wanted_bytes(plan: LoadPlan) -> int:
@@ -192,10 +236,9 @@ def _wanted_bytes(plan: LoadPlan) -> int:
 def check_ties(targets: Sequence[tuple[str, LocalTarget]], reader: StorageReader) -> None:
     """Targets that share memory must be filled with the same bytes."""
     groups: dict[tuple[Memory, ChunkStorageMetadata], list[str]] = {}
-    for name, target in targets:
-        for piece in target.pieces:
-            if piece.memory is not None:
-                groups.setdefault((piece.memory, piece.box), []).append(name)
+    for name, piece in _near_others(targets):
+        assert piece.memory is not None
+        groups.setdefault((piece.memory, piece.box), []).append(name)
     faults: dict[str, str] = {}
     for names in groups.values():
         for name in names[1:]:
@@ -213,6 +256,30 @@ def check_ties(targets: Sequence[tuple[str, LocalTarget]], reader: StorageReader
         near.append((high, memory, names[0]))
     if faults:
         raise mismatch_error((), (), faults)
+
+
+def _near_others(targets: Sequence[tuple[str, LocalTarget]]) -> list[tuple[str, SinkPiece]]:
+    """Pieces whose addresses lie between those of another one; mostly there are none."""
+    pieces = [
+        (name, piece)
+        for name, target in targets
+        for piece in target.pieces
+        if piece.memory is not None
+    ]
+    memories = [piece.memory for _, piece in pieces if piece.memory is not None]
+    bounds = np.array([memory.bounds() for memory in memories], np.uint64).reshape(-1, 2)
+    devices = [memory.device for memory in memories]
+    suspect = np.zeros(len(pieces), np.bool_)
+    for device in set(devices):
+        rows = np.flatnonzero([one == device for one in devices])
+        rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
+        reach = np.maximum.accumulate(bounds[rows, 1])
+        clash = np.flatnonzero(reach[:-1] > bounds[rows[1:], 0])
+        suspect[rows[clash + 1]] = True
+        # What others reach into, and what reaches into others, wherever in the order those lie.
+        follows = np.searchsorted(bounds[rows, 0], bounds[rows, 1])
+        suspect[rows[follows > np.arange(1, len(rows) + 1)]] = True
+    return [pieces[row] for row in np.flatnonzero(suspect).tolist()]
 
 
 def _tie_text(other: str) -> str:

@@ -9,9 +9,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["FAILED", "Bulk", "Control", "Helper", "SharedDict", "ThreadBulk"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FAILED", "Bulk", "Control", "Helper", "Part", "SharedDict", "ThreadBulk"]
 
 T = TypeVar("T")
+
+Part = npt.NDArray[np.uint8]
+"""Bytes for one rank; nothing at all is an empty array."""
 
 FAILED = 1 << 32
 """What a failed rank adds to a counter of outcomes, whose low half counts them all."""
@@ -56,6 +62,9 @@ class Bulk(Protocol):
 
     def broadcast(self, data: bytes | None) -> bytes:
         """To all ranks the coordinator's bytes."""
+
+    def exchange(self, parts: Sequence[Part], sizes: Sequence[int]) -> list[Part]:
+        """To each rank its own part, from every rank; `sizes` are those of what will come."""
 
     def close(self) -> None:
         """End it; calls that still wait in it fail."""
@@ -213,6 +222,19 @@ class ThreadBulk:
             return self.scatter(None)
         assert data is not None
         return self.scatter([data] * self._world)
+
+    def exchange(self, parts: Sequence[Part], sizes: Sequence[int]) -> list[Part]:
+        """Copies, as between processes: nobody sees what another does to its part later."""
+        turn = self._turn()
+        for rank, part in enumerate(parts):
+            if rank != self._rank and len(part):
+                self._space.set(f"{turn}/{self._rank}/{rank}", part.tobytes())
+        return [
+            np.frombuffer(self._take(f"{turn}/{rank}/{self._rank}"), np.uint8)
+            if size and rank != self._rank
+            else parts[self._rank]
+            for rank, size in enumerate(sizes)
+        ]
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,7 +10,7 @@ one row looks like.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -315,6 +315,18 @@ class LoadPlanner(ABC):
     @abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> Sink:
         """Where the elements of a wanted box go. May be called from any thread."""
+
+    def sinks(self, items: ReadItems) -> Callable[[int], Sink]:
+        """The sink of each wanted box by its number; asks `resolve_tensor` once for each."""
+        first = {number: row for row, number in reversed(list(enumerate(items.wanted.tolist())))}
+        found: dict[int, Sink] = {}
+
+        def sink(number: int) -> Sink:
+            if number not in found:
+                found[number] = self.resolve_tensor(items[first[number]])
+            return found[number]
+
+        return sink
 
     @abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:

@@ -8,14 +8,13 @@ few bytes travel. What several ranks hold without having declared it is compared
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import secrets
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.holding import Look, StalePlan
@@ -26,18 +25,6 @@ from shardkeep.storage import StorageWriter
 from shardkeep.wire import PlanDecoder, decode_final_plan, encode_final_plan, encode_local_plan
 
 __all__ = ["PlanMemory", "Planning"]
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Planning makes many small objects and no cycles: looking for some takes longer than it."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +106,13 @@ class Planning:
         """Gather and scatter, counting bytes."""
 
         def counted() -> bytes:
-            with _no_collection():
+            with paused_collector():
                 message = local()
             self.stats["plan_sent"] += len(message)
             return message
 
         def joined(told: list[bytes]) -> Sequence[bytes]:
-            with _no_collection():
+            with paused_collector():
                 return join(told)
 
         answer = self._coordinator.gather_scatter(phase, counted, joined)

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from shardkeep.boxes import overlap
-from shardkeep.columns import Ints
+from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import ReadItems
-from shardkeep.tables import ChunkTable, StateColumns
+from shardkeep.tables import StateColumns
 
 __all__ = ["plan_reads"]
+
+_PAIRS = 1 << 18
+"""Pairs of a wanted box and a chunk of its tensor that are compared together."""
 
 
 def plan_reads(
@@ -24,54 +26,66 @@ def plan_reads(
 ) -> ReadItems:
     """Which regions of which chunks make up the wanted boxes; none of them may be empty."""
     tensors = stored.tensors
-    rows = [tensors.stored_row(tensors.row_of[name]) for name, _ in wanted]
-    stored.prefetch(rows)
-    tables, chunk_rows, counts, lows, sizes = [], [], [], [], []
-    for row, (_, box) in zip(rows, wanted, strict=True):
-        chunks = stored.chunks_of(row)
-        found, low, size = _overlaps(chunks, box)
-        tables.append(chunks.take(found) if len(found) != len(chunks) else chunks)
-        chunk_rows.append(found)
-        counts.append(len(found))
-        lows.append(low.ravel())
-        sizes.append(size.ravel())
-    none = [np.zeros(0, np.int64)]
+    names = [name for name, _ in wanted]
+    objects = [box for _, box in wanted]
+    rows = np.fromiter(map(tensors.row_of.__getitem__, names), np.int64, len(names))
+    rows = np.where(tensors.alias_of[rows] < 0, rows, tensors.alias_of[rows])
+    among, which = np.unique(rows, return_inverse=True)
+    chunks, begin = stored.chunks_among(among)
+    boxes = Boxes.of(objects)
+    found = list(_overlaps(boxes, chunks.boxes, begin[which], begin[which + 1]))
+    of_wanted, of_chunk, low, size = (
+        np.concatenate([part[k] for part in found]) if found else np.zeros(0, np.int64)
+        for k in range(4)
+    )
+    whole = len(of_chunk) == len(chunks) and bool((of_chunk == np.arange(len(chunks))).all())
     return ReadItems(
         tensors,
-        ChunkTable.join(tables),
-        np.concatenate(chunk_rows or none),
-        np.repeat(np.arange(len(wanted)), counts),
-        [name for name, _ in wanted],
-        [box for _, box in wanted],
-        np.concatenate(lows or none),
-        np.concatenate(sizes or none),
+        chunks if whole else chunks.take(of_chunk),
+        of_chunk - begin[which[of_wanted]],
+        of_wanted,
+        names,
+        objects,
+        low,
+        size,
         value_names,
         value_dest,
     )
 
 
-def _overlaps(chunks: ChunkTable, box: ChunkStorageMetadata) -> tuple[Ints, Ints, Ints]:
-    """Rows of the chunks that share elements with the box, and the regions they share."""
-    ndim = len(box.offsets)
-    if len(chunks) == 1:
-        shared = overlap(chunks.boxes[0], box)
-        if shared is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
-        return (
-            np.zeros(1, np.int64),
-            np.array(shared.offsets, np.int64),
-            np.array(shared.sizes, np.int64),
-        )
-    offsets = chunks.boxes.offsets.reshape(-1, ndim)
-    sizes = chunks.boxes.sizes.reshape(-1, ndim)
-    rows = np.arange(len(chunks))
-    for dim in range(ndim):
-        # One dimension mostly leaves few chunks for the next.
-        begin = offsets[rows, dim] if dim else offsets[:, 0]
-        end = begin + (sizes[rows, dim] if dim else sizes[:, 0])
-        low, high = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
-        rows = rows[np.maximum(begin, low) < np.minimum(end, high)]
-    box_low = np.array(box.offsets, np.int64)
-    lows = np.maximum(offsets[rows], box_low)
-    highs = np.minimum(offsets[rows] + sizes[rows], box_low + np.array(box.sizes, np.int64))
-    return rows, lows, highs - lows
+def _overlaps(
+    wanted: Boxes, chunks: Boxes, first: Ints, stop: Ints
+) -> Iterator[tuple[Ints, Ints, Ints, Ints]]:
+    """Pairs (wanted, chunk) that share elements, and the regions they share, flat.
+
+    Box `i` is compared with the chunks [first[i], stop[i]).
+    """
+    counts = stop - first
+    at = 0
+    ends = np.cumsum(counts)
+    while at < len(counts):
+        done = int(ends[at] - counts[at])
+        until = max(at + 1, int(np.searchsorted(ends, done + _PAIRS, "right")))
+        part = counts[at:until]
+        pair_wanted = np.repeat(np.arange(at, until), part)
+        pair_chunk = np.repeat(first[at:until] - starts(part)[:-1], part)
+        pair_chunk += np.arange(len(pair_chunk))
+        for dim in range(int(wanted.ndim[at:until].max(initial=0))):
+            # One dimension mostly leaves few chunks for the next.
+            w, c = wanted.start[pair_wanted] + dim, chunks.start[pair_chunk] + dim
+            has = np.flatnonzero(w < wanted.start[pair_wanted + 1])
+            w, c = w[has], c[has]
+            low = np.maximum(wanted.offsets[w], chunks.offsets[c])
+            high = np.minimum(
+                wanted.offsets[w] + wanted.sizes[w], chunks.offsets[c] + chunks.sizes[c]
+            )
+            keep = np.ones(len(pair_wanted), np.bool_)
+            keep[has] = low < high
+            if not keep.all():
+                pair_wanted, pair_chunk = pair_wanted[keep], pair_chunk[keep]
+        w, _ = ragged_rows(wanted.start, pair_wanted)
+        c, _ = ragged_rows(chunks.start, pair_chunk)
+        low = np.maximum(wanted.offsets[w], chunks.offsets[c])
+        high = np.minimum(wanted.offsets[w] + wanted.sizes[w], chunks.offsets[c] + chunks.sizes[c])
+        yield pair_wanted, pair_chunk, low, high - low
+        at = until

@@ -14,7 +14,7 @@ import msgspec
 
 from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.holding import StalePlan
-from shardkeep.hosts import host_name, ranks_on_hosts
+from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import Metadata, MetadataIndex
 from shardkeep.planner import Place, SavePlan, SavePlanner
 from shardkeep.planning import PlanMemory, Planning
@@ -88,7 +88,7 @@ def run_save(
         try:
             answer = coordinator.gather_scatter(
                 "set up",
-                lambda: _ask({"checkpoint_id": checkpoint_id, **options}),
+                lambda: name_host(encode_asked({"checkpoint_id": checkpoint_id, **options})),
                 lambda told: _lead_set_up(told, writer, place, planning),
             )
             start = msgspec.msgpack.decode(answer, type=_Start)
@@ -141,7 +141,8 @@ def run_save(
     assert results is not None
     done = msgspec.msgpack.decode(answer, type=_Committed)
     written = sum(result.size_in_bytes for result in results)
-    stats = {**clock.laps, **planning.stats, "bytes": written, "files": len(results)}
+    stats = {**clock.laps, **planning.stats, **writer.stats}
+    stats |= {"bytes": written, "files": len(results)}
     log.info("saved %s: %d bytes in %.2f s", checkpoint_id, done.nbytes, sum(clock.laps.values()))
     return SaveResult(
         checkpoint_id,
@@ -153,18 +154,13 @@ def run_save(
     )
 
 
-def _ask(asked: Mapping[str, Any]) -> bytes:
-    return msgspec.msgpack.encode((encode_asked(asked), host_name()))
-
-
 def _lead_set_up(
     told: list[bytes], writer: StorageWriter, place: Place, planning: Planning
 ) -> list[bytes]:
     """Ranks must have been asked for the same thing."""
-    parts = [msgspec.msgpack.decode(part, type=tuple[bytes, str]) for part in told]
-    check_same([asked for asked, _ in parts], "saves")
+    asked, counts = ranks_on_hosts(told)
+    check_same(asked, "saves")
     word = writer.set_up_storage_writer(place)
-    counts = ranks_on_hosts([host for _, host in parts])
     starts = {
         count: msgspec.msgpack.encode(_Start(planning.may_reuse, count, word)) for count in counts
     }

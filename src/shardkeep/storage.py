@@ -11,16 +11,19 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+from shardkeep.coordination import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, SavePlan, SavePlanner
 
 __all__ = [
     "CheckpointId",
+    "ReadOnce",
     "StorageReader",
     "StorageWriter",
     "WriteResult",
@@ -29,6 +32,8 @@ __all__ = [
 ]
 
 CheckpointId = str | os.PathLike[str]
+ReadOnce: TypeAlias = Literal["auto"] | bool
+"""Whether what several ranks want is read by one of them; `"auto"`: where that is worth it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,9 @@ class StorageWriter(ABC):
 
     ranks_on_host: int = 1
     """How many ranks of the save share this machine; set before `write_data`."""
+
+    stats: Mapping[str, float] = MappingProxyType({})
+    """What `write_data` did, as counts and seconds; `SaveResult.stats` has them."""
 
     def plan_key(self) -> Hashable | None:
         """What `prepare_*_plan` follow from besides the plans; None: never use a plan twice."""
@@ -115,6 +123,12 @@ class StorageReader(ABC):
     `prepare_global_plan` (coordinator), `read_bytes`, `read_data`.
     """
 
+    stats: Mapping[str, float] = MappingProxyType({})
+    """What was read since the last `reset`, as counts and seconds; `LoadResult.stats` has them."""
+
+    ranks_on_host: int = 1
+    """How many ranks of the load share this machine; set before `read_data`."""
+
     @abstractmethod
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another load, possibly from another place."""
@@ -149,6 +163,14 @@ class StorageReader(ABC):
     @abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan into their places; returns the payload bytes delivered."""
+
+    def share_reads(
+        self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
+    ) -> None:
+        """Before `read_data`, on all ranks: read once what several of them want, and pass it on.
+
+        Collective, through the coordinator. A storage that does nothing has `read_data` read all.
+        """
 
     def same_content(self, first: str, second: str) -> bool:
         """Whether two stored tensors are known to have equal bytes, without reading them."""

@@ -205,21 +205,40 @@ class StateColumns(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
         chunks_of: Callable[[int], ChunkTable],
         chunks: ChunkTable | None = None,
         prefetch: Callable[[Sequence[int]], None] | None = None,
+        chunks_among: Callable[[Ints], tuple[ChunkTable, Ints]] | None = None,
     ) -> None:
         """`chunks_of(row)` gives the chunks of a tensor and may read them.
 
-        `chunks` are all of them, where they are in memory; `prefetch(rows)` reads many at once.
+        `chunks` are all of them, where they are in memory; `prefetch(rows)` reads many at once;
+        `chunks_among(rows)` gives those of many tensors in one table.
         """
         self.tensors = tensors
         self.values_table = values
         self.chunks_of = chunks_of
         self.chunks = chunks
         self._prefetch = prefetch
+        self._chunks_among = chunks_among
 
     def prefetch(self, rows: Sequence[int]) -> None:
         """Make `chunks_of` cheap for these tensors."""
         if self._prefetch is not None:
             self._prefetch(rows)
+
+    def chunks_among(self, rows: Ints) -> tuple[ChunkTable, Ints]:
+        """The chunks of these tensors, given in order and each once, and where those of each begin.
+
+        One more entry for the end.
+        """
+        if self._chunks_among is not None:
+            return self._chunks_among(rows)
+        if self.chunks is None:
+            tables = [self.chunks_of(row) for row in rows.tolist()]
+            return ChunkTable.join(tables), starts(np.array([len(t) for t in tables], np.int64))
+        low = np.searchsorted(self.chunks.tensor, rows)
+        counts = np.searchsorted(self.chunks.tensor, rows, "right") - low
+        begin = starts(counts)
+        taken = np.repeat(low - begin[:-1], counts) + np.arange(begin[-1])
+        return self.chunks.take(taken), begin
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
         """Look one name up."""

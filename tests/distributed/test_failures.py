@@ -26,12 +26,13 @@ SAVE_STEPS += ["write", "commit", "commit"]
 AGAIN_STEPS = ["propose plan" if step == "plan" else step for step in SAVE_STEPS]
 """Of a save that uses the plan of the last one."""
 LOAD_STEPS = ["set up", "set up", "open", "open on all ranks", "plan", "plan"]
-LOAD_STEPS += ["check ties", "read values", "read", "fill"]
+LOAD_STEPS += ["check ties", "read values", "share reads", "share reads"]
+LOAD_STEPS += ["pass blocks on", "take blocks", "read", "fill"]
 READ, FILL = LOAD_STEPS.index("read"), LOAD_STEPS.index("fill")
 WRITE, COMMIT = SAVE_STEPS.index("write"), SAVE_STEPS.index("commit")
 STEPS = {"save": SAVE_STEPS, "again": AGAIN_STEPS, "load": LOAD_STEPS}
 JOINS = {(verb, step) for verb in ("save", "again") for step in (1, 4, 6, 9)}
-JOINS |= {("load", 1), ("load", 2), ("load", 5)}
+JOINS |= {("load", 1), ("load", 2), ("load", 5), ("load", 9)}
 """Steps in which only rank 0 has work."""
 
 
@@ -158,7 +159,7 @@ def one_call(rank, where, verb, victim, at, what):
 
 def call(verb, rank, where, ranks):
     if verb == "load":
-        shardkeep.load(state(rank, 0), where, process_group=ranks)
+        shardkeep.load(state(rank, 0), where, process_group=ranks, read_once=True)
     else:
         shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
 
@@ -196,7 +197,7 @@ def every_step(rank, where, verb, number, whats):
     target = state(rank, 0)
     if verb != "load":
         call(verb, rank, where, ranks)
-    shardkeep.load(target, where, process_group=ranks)
+    shardkeep.load(target, where, process_group=ranks, read_once=True)
     held = int(target["model"]["w"].local_shards[0].array[0, 0])
     return results, held, ranks.seen, ranks.moves
 
@@ -268,7 +269,8 @@ def test_other_errors(processes, tmp_path, what):
     check_whole(tmp_path)
 
 
-MOVES = {("save", step) for step in (0, 3, 4, 5, COMMIT)} | {("load", 0), ("load", 4)}
+MOVES = {("save", step) for step in (0, 3, 4, 5, COMMIT)}
+MOVES |= {("load", step) for step in (0, 4, 8, 9, 10)}
 MOVES |= {("again", step) for step in (0, 3, 5, COMMIT)}
 """Steps after which bytes move; small answers travel with the verdict."""
 
@@ -293,6 +295,7 @@ QUICK = {
     ("load", ("work", READ), "kill", 2),
     ("load", ("work", READ), "stop", 0),
     ("load", ("move", 0), "kill", 2),
+    ("load", ("move", 10), "kill", 2),
 }
 """These run in every check, the others with --all."""
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shardkeep.engine import digests
 from shardkeep.engine.digests import PAGE_DIGESTS, ContentDigests, DigestLayout, algorithm
+from shardkeep.engine.parallel import run_in_order
 from shardkeep.errors import FormatError
 
 
@@ -45,22 +46,64 @@ def test_unknown_algorithms():
         algorithm("md5")
 
 
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), length=st.integers(1, 500), piece=st.sampled_from([16, 64, 100]))
-def test_content_does_not_depend_on_how_it_is_cut(data, length, piece):
-    whole = np.random.default_rng(length).integers(0, 256, length, np.uint8)
-    parts = [whole[at : at + piece] for at in range(0, length, piece)]
+def expected_content(whole, piece):
     digest = xxhash.xxh3_128_digest
-    expected = digest(b"".join(digest(part) for part in parts))
-    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, length - 1)), max_size=8)))
-    spans = list(zip([0, *cuts], [*cuts, length], strict=True))
-    old = digests.CONTENT_PIECE
-    digests.CONTENT_PIECE = piece
-    try:
-        content = ContentDigests(algorithm("xxh3-128"), [length])
-        for low, high in data.draw(st.permutations(spans)):
-            if low < high:
-                content.add(0, low, whole[low:high])
-        assert content.result(0) == expected
-    finally:
-        digests.CONTENT_PIECE = old
+    return digest(b"".join(digest(whole[at : at + piece]) for at in range(0, len(whole), piece)))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    lengths=st.lists(st.integers(1, 500), min_size=1, max_size=4),
+    piece=st.sampled_from([16, 64, 100]),
+)
+def test_content_does_not_depend_on_how_it_is_cut(data, lengths, piece):
+    """Chunks lie end to end; buffers cut them anywhere and come in any order, on any thread."""
+    ends = np.cumsum(lengths)
+    whole = np.random.default_rng(ends[-1]).integers(0, 256, ends[-1], np.uint8)
+    bounds = list(zip((ends - lengths).tolist(), ends.tolist(), strict=True))
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(1, len(whole) - 1)), max_size=8)))
+    buffers = [(a, b) for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True) if a < b]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "CONTENT_PIECE", piece)
+        content = ContentDigests(algorithm("xxh3-128"), lengths)
+
+        def add(buffer):
+            low, high = buffer
+            rows = [row for row, (a, b) in enumerate(bounds) if a < high and b > low]
+            parts = [(max(bounds[row][0], low), min(bounds[row][1], high)) for row in rows]
+            starts = [a - bounds[row][0] for row, (a, _) in zip(rows, parts, strict=True)]
+            content.add_run(rows[0], starts, [whole[a:b].data for a, b in parts])
+
+        run_in_order(data.draw(st.permutations(buffers)), add, data.draw(st.sampled_from([1, 3])))
+        found = content.results()
+    for row, (a, b) in enumerate(bounds):
+        assert found[row].tobytes() == expected_content(whole[a:b].tobytes(), piece)
+    assert not content._shared
+    assert not content._chunks
+
+
+def test_content_that_is_not_whole_is_never_given_out():
+    content = ContentDigests(algorithm("xxh3-128"), [10, 3 << 20])
+    content.add_run(0, [0], [memoryview(bytes(10))])
+    content.add_run(1, [1 << 20], [memoryview(bytes(2 << 20))])
+    with pytest.raises(AssertionError, match="1 chunks"):
+        content.results()
+
+
+def test_a_piece_that_many_threads_share(monkeypatch):
+    """Whoever has the next bytes goes on, whoever is early leaves a copy; nobody finishes twice."""
+    monkeypatch.setattr(digests, "CONTENT_PIECE", 1 << 16)
+    whole = np.random.default_rng(0).integers(0, 256, 3 << 16, np.uint8)
+    expected = expected_content(whole.tobytes(), 1 << 16)
+    chance = random.Random(0)
+    for _ in range(50):
+        content = ContentDigests(algorithm("xxh3-128"), [len(whole)])
+        parts = [(at, min(at + 5000, len(whole))) for at in range(0, len(whole), 5000)]
+        chance.shuffle(parts)
+        run_in_order(
+            parts,
+            lambda p, content=content: content.add_run(0, [p[0]], [whole[p[0] : p[1]].data]),
+            4,
+        )
+        assert content.results()[0].tobytes() == expected

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shardkeep.engine import parallel
-from shardkeep.engine.parallel import run_in_order
+from shardkeep.engine.parallel import Behind, run_in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -58,5 +58,52 @@ def test_a_stuck_thread_does_not_keep_the_error(monkeypatch):
     begun = time.monotonic()
     with pytest.raises(OSError, match="disk"):
         run_in_order(range(2), work, 2)
+    assert time.monotonic() - begun < 10
+    release.set()
+
+
+# --- one task behind the caller
+
+
+def test_behind_runs_one_at_a_time_and_in_order():
+    behind, done, now = Behind(), [], []
+
+    def work(number):
+        now.append(number)
+        time.sleep(0.01)
+        assert now == [number]
+        now.clear()
+        done.append(number)
+
+    for number in range(5):
+        behind.run(lambda number=number: work(number))
+    behind.wait()
+    assert done == list(range(5))
+    behind.wait()
+
+
+@pytest.mark.parametrize("kind", [OSError, KeyboardInterrupt])
+def test_an_error_behind_is_raised_once(kind):
+    def fail():
+        raise kind("disk")
+
+    behind = Behind()
+    behind.run(fail)
+    with pytest.raises(kind, match="disk"):
+        behind.run(lambda: None)
+    behind.wait()
+    behind.run(fail)
+    with pytest.raises(kind, match="disk"):
+        behind.wait()
+    behind.wait()
+
+
+def test_giving_up_does_not_wait_for_ever(monkeypatch):
+    monkeypatch.setattr(parallel, "GRACE_S", 0.05)
+    release = threading.Event()
+    behind = Behind()
+    behind.run(lambda: release.wait(30))
+    begun = time.monotonic()
+    behind.give_up()
     assert time.monotonic() - begun < 10
     release.set()

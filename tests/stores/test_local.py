@@ -123,7 +123,9 @@ def test_an_error_in_the_middle_of_a_write_is_raised(store, monkeypatch):
     file.close()
 
 
-def test_allocate(store):
+@pytest.mark.parametrize("memory", [False, True])
+def test_allocate(store, monkeypatch, memory):
+    monkeypatch.setattr("shardkeep.stores.local.in_memory", lambda fd: memory)
     file = store.create("a")
     file.allocate(0)
     file.allocate(10_000)
@@ -141,6 +143,7 @@ def test_allocate_tells_a_full_disk_from_a_lack_of_support(store, monkeypatch, c
     def fail(fd, size):
         raise OSError(code, os.strerror(code))
 
+    monkeypatch.setattr("shardkeep.stores.local.in_memory", lambda fd: False)
     monkeypatch.setattr("shardkeep.stores.local.fallocate", fail)
     file = store.create("a")
     if fatal:

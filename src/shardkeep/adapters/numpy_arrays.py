@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -109,13 +110,18 @@ def _memory(array: Array) -> Memory | None:
 
 
 def _dtype_of(array: Array, where: str) -> DType:
-    # By name: MindSpore brings a bfloat16 type of its own that differs from ml_dtypes' in identity.
-    row = TABLE.get(array.dtype.name)
+    row = _row_of(array.dtype)
     if row is None or row.itemsize != array.dtype.itemsize:
         raise UnsupportedValueError(
             f"{where}: numpy arrays of dtype {array.dtype} cannot be stored"
         )
     return row
+
+
+@cache
+def _row_of(dtype: np.dtype[np.generic]) -> DType | None:
+    # By name: MindSpore brings a bfloat16 type of its own that differs from ml_dtypes' in identity.
+    return TABLE.get(dtype.name)
 
 
 def _bits(array: Array, dtype: DType) -> Array:

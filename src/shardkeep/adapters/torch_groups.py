@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardkeep.coordination import Patience, Ranks
 from shardkeep.errors import PlanError, RankError
-from shardkeep.planes import FAILED, Bulk, Helper
+from shardkeep.planes import FAILED, Bulk, Helper, Part
 
 __all__ = ["DESTROYED", "TorchRanks", "find_group", "is_alive"]
 
@@ -345,6 +345,23 @@ class _GlooBulk:
         if tensor.numel():
             self._group.broadcast([tensor], _from_first()).wait()
         return data if data is not None else tensor.numpy().tobytes()
+
+    def exchange(self, parts: Sequence[Part], sizes: Sequence[int]) -> list[Part]:
+        """Only between ranks that have something for each other; no bytes are copied here."""
+        tag = next(self._tags)
+        others = [rank for rank in range(self._world) if rank != self._rank]
+        come = {rank: torch.empty(sizes[rank], dtype=torch.uint8) for rank in others}
+        works = [self._group.recv([come[rank]], rank, tag) for rank in others if sizes[rank]]
+        works += [
+            self._group.send([torch.from_numpy(parts[rank])], rank, tag)
+            for rank in others
+            if len(parts[rank])
+        ]
+        for work in works:
+            work.wait()
+        return [
+            parts[rank] if rank == self._rank else come[rank].numpy() for rank in range(self._world)
+        ]
 
     def close(self) -> None:
         """End the group; whoever waits in it gets an error."""

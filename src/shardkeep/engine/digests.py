@@ -9,13 +9,14 @@ A file of T payload bytes has one digest per block (level 1), one per page of 40
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import xxhash
 
-from shardkeep.arrays import Bytes
+from shardkeep.columns import Column, Ints
 from shardkeep.errors import FormatError, MissingDependencyError
 
 __all__ = ["PAGE_DIGESTS", "Algorithm", "ContentDigests", "DigestLayout", "algorithm"]
@@ -113,66 +114,120 @@ class DigestLayout:
         return level1 + tail, algorithm.digest(tail)
 
 
-@dataclass(slots=True)
 class ContentDigests:
     """The digest of each chunk's own bytes, gathered from buffers that cut chunks anywhere.
 
-    A chunk's content digest is the digest of the digests of its 1 MiB pieces. A piece that two
-    buffers share is finished by whichever comes second; the earlier half waits as the state of the
-    hash, or, if the halves come out of order, as a copy.
+    A chunk's content digest is the digest of the digests of its 1 MiB pieces. Of a piece that
+    several buffers share, what comes in order goes into the state of a hash; what comes too early
+    waits as a copy. Chunks may be added from several threads.
     """
 
-    algorithm: Algorithm
-    """How to digest."""
-    lengths: list[int]
-    """Bytes of each chunk."""
-    _pieces: dict[int, list[bytes | None]] = field(default_factory=dict)
-    _parts: dict[tuple[int, int], list[tuple[int, bytes | Any]]] = field(default_factory=dict)
-    _done: dict[int, bytes] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    def __init__(self, algorithm: Algorithm, lengths: Ints | Sequence[int]) -> None:
+        """`lengths` are the bytes of each chunk."""
+        self.algorithm = algorithm
+        self._lengths = np.asarray(lengths, np.int64)
+        self._digests = bytearray(len(self._lengths) * algorithm.size)
+        self._missing = len(self._lengths)
+        self._chunks: dict[int, _Pieces] = {}
+        self._shared: dict[tuple[int, int], _SharedPiece] = {}
+        self._lock = threading.Lock()
 
-    def add(self, chunk: int, at: int, data: Bytes) -> None:
-        """Take the bytes of a chunk that begin `at` bytes into it; each byte exactly once."""
-        length = self.lengths[chunk]
-        if at == 0 and len(data) == length <= CONTENT_PIECE:
-            digest = self.algorithm.digest
-            self._done[chunk] = digest(digest(data))
-            return
-        end = at + len(data)
-        while at < end:
-            piece = at // CONTENT_PIECE
+    def add_run(self, first: int, starts: Sequence[int], parts: Sequence[memoryview]) -> None:
+        """Take a part of each of some chunks, numbered from `first` on, as one buffer holds them.
+
+        `starts` says how far into its chunk each part begins. Each byte is added exactly once.
+        """
+        digest, size, digests = self.algorithm.digest, self.algorithm.size, self._digests
+        lengths = self._lengths[first : first + len(parts)].tolist()
+        whole = 0
+        # Backwards: the buffer after this one may be waiting for how this one ends, and the buffer
+        # before it, which this one would have to wait for, then has more time.
+        for at in range(len(parts) - 1, -1, -1):
+            part, length = parts[at], lengths[at]
+            if len(part) == length <= CONTENT_PIECE:
+                place = (first + at) * size
+                digests[place : place + size] = digest(digest(part))
+                whole += 1
+            else:
+                self._add(first + at, starts[at], part, length)
+        if whole:
+            with self._lock:
+                self._missing -= whole
+
+    def _add(self, chunk: int, start: int, data: memoryview, length: int) -> None:
+        """Cut a part of a chunk into pieces, and digest those that are whole."""
+        end = start + len(data)
+        for piece in range((end - 1) // CONTENT_PIECE, start // CONTENT_PIECE - 1, -1):
             piece_start = piece * CONTENT_PIECE
             piece_end = min(piece_start + CONTENT_PIECE, length)
-            stop = min(piece_end, end)
-            part = data[len(data) - (end - at) : len(data) - (end - stop)]
-            if at == piece_start and stop == piece_end:
-                self._finish(chunk, piece, self.algorithm.digest(part))
+            low, high = max(start, piece_start), min(end, piece_end)
+            part = data[low - start : high - start]
+            if high - low == piece_end - piece_start:
+                self._finish_piece(chunk, piece, self.algorithm.digest(part))
             else:
-                self._partial(chunk, piece, at - piece_start, piece_end - piece_start, part)
-            at = stop
+                self._share(chunk, piece, low - piece_start, piece_end - piece_start, part)
 
-    def _partial(self, chunk: int, piece: int, at: int, length: int, part: Bytes) -> None:
+    def _share(self, chunk: int, piece: int, at: int, length: int, part: memoryview) -> None:
         key = (chunk, piece)
         with self._lock:
-            waiting = self._parts.setdefault(key, [])
-            waiting.append((at, bytes(part)))
-            if sum(len(data) for _, data in waiting) < length:
+            shared = self._shared.get(key)
+            if shared is None:
+                shared = self._shared[key] = _SharedPiece(self.algorithm.stream())
+            if shared.busy or at != shared.done:
+                shared.early[at] = bytes(part)
                 return
-            del self._parts[key]
-        state = self.algorithm.stream()
-        for _, data in sorted(waiting, key=lambda item: item[0]):
-            state.update(data)
-        self._finish(chunk, piece, state.digest())
+            shared.busy = True
+        # Only one thread at a time gets here for a piece; it also takes what waited behind it.
+        following: memoryview | bytes | None = part
+        while following is not None:
+            shared.state.update(following)
+            with self._lock:
+                shared.done += len(following)
+                following = shared.early.pop(shared.done, None)
+                complete = shared.done == length
+                if complete:
+                    del self._shared[key]
+                elif following is None:
+                    shared.busy = False
+        if complete:
+            self._finish_piece(chunk, piece, shared.state.digest())
 
-    def _finish(self, chunk: int, piece: int, digest: bytes) -> None:
+    def _finish_piece(self, chunk: int, piece: int, digest: bytes) -> None:
+        size = self.algorithm.size
         with self._lock:
-            count = -(-self.lengths[chunk] // CONTENT_PIECE)
-            pieces = self._pieces.setdefault(chunk, [None] * count)
-            pieces[piece] = digest
-            if None not in pieces:
-                del self._pieces[chunk]
-                self._done[chunk] = self.algorithm.digest(b"".join(pieces))  # type: ignore[arg-type]
+            pieces = self._chunks.get(chunk)
+            if pieces is None:
+                count = -(-int(self._lengths[chunk]) // CONTENT_PIECE)
+                pieces = self._chunks[chunk] = _Pieces(bytearray(count * size), count)
+            pieces.digests[piece * size : (piece + 1) * size] = digest
+            pieces.missing -= 1
+            if pieces.missing:
+                return
+            del self._chunks[chunk]
+            self._missing -= 1
+        place = chunk * size
+        self._digests[place : place + size] = self.algorithm.digest(pieces.digests)
 
-    def result(self, chunk: int) -> bytes:
-        """The content digest of a chunk all of whose bytes have been added."""
-        return self._done[chunk]
+    def results(self) -> Column:
+        """One row for each chunk, all of whose bytes must have been added."""
+        if self._missing:
+            raise AssertionError(f"{self._missing} chunks were not digested to their end")
+        return np.frombuffer(bytes(self._digests), np.uint8).reshape(-1, self.algorithm.size)
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """A chunk of several pieces."""
+
+    digests: bytearray
+    missing: int
+
+
+@dataclass(slots=True)
+class _SharedPiece:
+    """A piece that lies in more than one buffer."""
+
+    state: Any
+    done: int = 0
+    busy: bool = False
+    early: dict[int, bytes] = field(default_factory=dict)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running many small tasks on a few threads, in order, stopping at the first error."""
+"""Tasks on threads: many on a few, in order, up to the first error; or one behind the caller."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-__all__ = ["run_in_order"]
+__all__ = ["Behind", "run_in_order"]
 
 T = TypeVar("T")
 GRACE_S = 10.0
@@ -77,3 +77,37 @@ def _wait(
 
 
 _END = object()
+
+
+class Behind:
+    """One task at a time on a thread of its own, while the caller goes on with something else."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._errors: list[BaseException] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Begin a task, once the one before has ended; the error of that one is raised here."""
+        self.wait()
+
+        def worker() -> None:
+            try:
+                work()
+            except BaseException as error:
+                self._errors.append(error)
+
+        self._thread = threading.Thread(target=worker, name="shardkeep-behind", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the task has ended; its error is raised here, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._errors:
+            raise self._errors.pop()
+
+    def give_up(self) -> None:
+        """After an error elsewhere: let the task end, but not for ever; its own error is lost."""
+        if self._thread is not None:
+            self._thread.join(GRACE_S)

@@ -1,97 +1,313 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing one file: spans of bytes from anywhere, digested and written from private buffers.
+"""Writing one file: elements from anywhere, digested and written from private buffers.
 
-The caller's memory is read once, into a buffer of ours; what is digested is what is written.
+A file is cut into units. Each is filled (the caller's memory is read once, into a buffer of ours),
+digested while it is hot, and written at its place: what is digested is what is written. The three
+steps of a unit need nothing from other units, so they may also run on different threads.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, Source
+from shardkeep.arrays import Bytes, HostSource, Source
+from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
-from shardkeep.engine.digests import Algorithm, ContentDigests
+from shardkeep.engine.digests import (
+    FILE_ALIGNMENT,
+    Algorithm,
+    ContentDigests,
+    DigestLayout,
+)
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.stores.local import WriteFile
 
-__all__ = ["ChunkSpan", "LateSpan", "write_payload"]
+__all__ = ["Chunks", "Payload", "WriteStats", "write_file"]
+
+STRIP = 4
+"""Units that one thread writes in a row, in a large file."""
+SMALL = 32 << 10
+"""Chunks up to this size are copied many at a time: below it, a copy costs less than its call."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkSpan:
-    """A chunk's place in the file."""
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """The chunks of a file, in the order they lie there."""
 
-    start: int
-    """First byte in the file."""
-    nbytes: int
-    """How many."""
-    itemsize: int
-    """Bytes of an element."""
-    source: Callable[[], Source]
-    """Gives its elements, when they are needed."""
-    chunk: int
-    """Its number among the content digests."""
+    start: Ints
+    """First byte of each in the file; ascending."""
+    nbytes: Ints
+    """Bytes of each; none is empty."""
+    itemsize: Ints
+    """Bytes of an element of each."""
+    sources: Callable[[int, int], Sequence[Source]]
+    """Gives the elements of chunks [low, high), when they are needed, on any thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class LateSpan:
-    """Bytes known when they are reached: the header at once, the content digests at the end."""
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """What a file holds before its digests: head, chunks and the rest, without holes."""
 
-    start: int
-    """First byte in the file."""
-    nbytes: int
-    """How many."""
-    data: Callable[[], bytes]
-    """Gives them, once everything before them in the file has been read."""
+    head: bytes
+    """Its first bytes."""
+    chunks: Chunks
+    """What comes next."""
+    late_start: int
+    """Where the chunks end."""
+    late: Callable[[], bytes] = bytes
+    """Gives what follows them; called once, when every chunk has been digested."""
 
 
-Span = ChunkSpan | LateSpan
+@dataclass(slots=True)
+class WriteStats:
+    """What was done; seconds are summed over threads."""
+
+    written_bytes: int = 0
+    """Of all files, digests and padding included."""
+    written_files: int = 0
+    """Files."""
+    direct_files: int = 0
+    """Those of them written around the page cache to their end."""
+    requests: int = 0
+    """Writes asked of the store."""
+    copy_s: float = 0.0
+    """Filling buffers."""
+    digest_s: float = 0.0
+    """Digesting them."""
+    pwrite_s: float = 0.0
+    """Writing them."""
+    sync_s: float = 0.0
+    """Making files durable."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, **done: float) -> None:
+        """Count some more, from any thread."""
+        with self._lock:
+            for name, value in done.items():
+                setattr(self, name, getattr(self, name) + value)
+
+    def as_dict(self) -> dict[str, float]:
+        """Every counter by name."""
+        names = [name for name in self.__dataclass_fields__ if not name.startswith("_")]
+        return {name: getattr(self, name) for name in names}
 
 
-def write_payload(
+def write_file(
     file: WriteFile,
-    spans: Sequence[Span],
+    payload: Payload,
+    layout: DigestLayout,
     *,
-    late: int,
-    payload: int,
-    block: int,
     pool: BufferPool,
     algorithm: Algorithm,
-    content: ContentDigests,
+    cores: int = 1,
+    content: ContentDigests | None = None,
+    stats: WriteStats | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> bytes:
-    """Write the spans, which cover [0, payload) in order; returns the level 1 digests.
+    """Write all of a new file, for which space has been allocated; returns its root digest.
 
-    Bytes from `late` on may depend on the content digests of all chunks, so they are written after
-    everything else.
+    Nothing is synced. There are at most `cores` threads where they copy into the page cache; where
+    they wait for the disk, as many as the pool has buffers for.
     """
-    starts = [span.start for span in spans]
-    level1 = bytearray(-(-payload // block) * algorithm.size)
-    turning = late // block * block
+    stats = WriteStats() if stats is None else stats
+    writer = _FileWriter(file, payload, layout, pool, algorithm, cores, content, stats, progress)
+    root = writer.run()
+    stats.add(written_files=1, written_bytes=layout.file_size, direct_files=int(file.direct))
+    return root
 
-    def write_unit(unit: tuple[int, int]) -> None:
-        low, high = unit
-        with pool.buffer() as buffer:
+
+class _FileWriter:
+    """One file being written."""
+
+    def __init__(
+        self,
+        file: WriteFile,
+        payload: Payload,
+        layout: DigestLayout,
+        pool: BufferPool,
+        algorithm: Algorithm,
+        cores: int,
+        content: ContentDigests | None,
+        stats: WriteStats,
+        progress: Callable[[int], None] | None,
+    ) -> None:
+        self._file = file
+        self._payload = payload
+        self._layout = layout
+        self._pool = pool
+        self._algorithm = algorithm
+        self._cores = cores
+        self._content = content
+        self._stats = stats
+        self._progress = progress
+        self._level1 = bytearray(layout.level1)
+        self._late: Bytes | None = None
+        self._held: tuple[int, Source] | None = None
+        # Direct I/O moves whole pages; the bytes after the last of them go with the digests.
+        self._last_page = layout.payload // FILE_ALIGNMENT * FILE_ALIGNMENT
+        self._rest = b""
+
+    def run(self) -> bytes:
+        """Chunks in parallel; then, in order, what depends on their digests; then the digests."""
+        layout = self._layout
+        turning = self._payload.late_start // layout.block * layout.block
+        threads = self._threads()
+        run_in_order(self._strips(turning, threads), self._strip, threads)
+        self._strip((turning, layout.payload))
+        entry, root = layout.seal(bytes(self._level1), self._algorithm)
+        self._write_end(np.frombuffer(self._rest + entry, np.uint8))
+        return root
+
+    def _threads(self) -> int:
+        """How many threads this file keeps busy."""
+        chunks, end = self._payload.chunks, self._payload.late_start
+        if end <= self._pool.unit or end < len(chunks.start) * SMALL:
+            return 1  # small chunks are work for the interpreter, which runs one thread at a time
+        if self._file.direct:
+            return self._pool.threads  # most of them wait for the disk
+        return min(self._pool.threads, self._cores)
+
+    def _strips(self, end: int, threads: int) -> Sequence[tuple[int, int]]:
+        """Cut what comes before `end` into runs of units, several for every thread."""
+        unit = self._pool.unit
+        together = max(1, min(STRIP, end // (unit * threads * STRIP)))
+        return list(_units(0, end, unit * together))
+
+    def _strip(self, strip: tuple[int, int]) -> None:
+        """One unit after the other: a piece that two of them share is then digested in order."""
+        for low, high in _units(*strip, self._pool.unit):
+            self._unit(low, high)
+
+    def _unit(self, low: int, high: int) -> None:
+        clock = time.perf_counter
+        with self._pool.buffer() as buffer:
             data = buffer[: high - low]
-            for span in spans[
-                max(0, bisect_right(starts, low) - 1) : bisect_right(starts, high - 1)
-            ]:
-                _fill(span, low, high, data, content)
-            for at in range(0, len(data), block):
-                number = (low + at) // block
-                digest = algorithm.digest(data[at : at + block])
-                level1[number * algorithm.size : (number + 1) * algorithm.size] = digest
-            file.write_at(data.data, low)
-        if progress is not None:
-            progress(high - low)
+            begun = clock()
+            rows = self._fill(low, high, data)
+            filled = clock()
+            self._digest(low, rows, data)
+            digested = clock()
+            self._write(low, data)
+            written = clock()
+        self._stats.add(
+            requests=1,
+            copy_s=filled - begun,
+            digest_s=digested - filled,
+            pwrite_s=written - digested,
+        )
+        if self._progress is not None:
+            self._progress(high - low)
 
-    run_in_order(_units(0, turning, pool.unit), write_unit, pool.threads)
-    run_in_order(_units(turning, payload, pool.unit), write_unit, 1)
-    return bytes(level1)
+    def _fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
+        """Copy everything that lies in [low, high) to its place; says which chunks that are."""
+        head, chunks, late = self._payload.head, self._payload.chunks, self._payload.late_start
+        if low < len(head):
+            part = np.frombuffer(head, np.uint8)[low:high]
+            np.copyto(data[: len(part)], part)
+        first = int(chunks.start.searchsorted(low, "right"))
+        if first and chunks.start[first - 1] + chunks.nbytes[first - 1] > low:
+            first -= 1
+        last = int(chunks.start.searchsorted(high, "left"))
+        if first < last:
+            self._fill_chunks(first, last, low, data)
+        if high > late:
+            # Units from here on come in order, so all chunks but those just copied are digested.
+            self._digest_content(low, (first, last), data)
+            if self._late is None:
+                self._late = np.frombuffer(self._payload.late(), np.uint8)
+                assert len(self._late) == self._layout.payload - late
+            begin = max(low, late)
+            np.copyto(data[begin - low :], self._late[begin - late : high - late])
+            first = last
+        return first, last
+
+    def _fill_chunks(self, first: int, last: int, low: int, data: Bytes) -> None:
+        chunks = self._payload.chunks
+        if last == first + 1:
+            self._fill_part(first, self._source(first), low, data)
+            return
+        start = (chunks.start[first:last] - low).tolist()
+        nbytes = chunks.nbytes[first:last].tolist()
+        batch: list[object] = []
+        begin = end = 0
+        for at, length, source, row in zip(
+            start, nbytes, chunks.sources(first, last), range(first, last), strict=True
+        ):
+            if length <= SMALL and at >= 0 and at + length <= len(data):
+                plain = _plain_memory(source, length)
+                if plain is not None:
+                    if not batch:
+                        begin = at
+                    batch.append(plain)
+                    end = at + length
+                    continue
+            if batch:
+                _join(batch, data[begin:end])
+            self._fill_part(row, source, low, data)
+        if batch:
+            _join(batch, data[begin:end])
+
+    def _source(self, row: int) -> Source:
+        """The elements of a chunk; those of a large one are wanted again and again."""
+        held = self._held
+        if held is None or held[0] != row:
+            (source,) = self._payload.chunks.sources(row, row + 1)
+            held = self._held = (row, source)
+        return held[1]
+
+    def _fill_part(self, row: int, source: Source, low: int, data: Bytes) -> None:
+        """Copy what lies in the unit of one chunk."""
+        chunks = self._payload.chunks
+        at, item = int(chunks.start[row]) - low, int(chunks.itemsize[row])
+        begin, end = max(at, 0), min(at + int(chunks.nbytes[row]), len(data))
+        source.read_into((begin - at) // item, (end - at) // item, data[begin:end])
+
+    def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
+        digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size
+        view = data.data
+        found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        place = low // block * size
+        self._level1[place : place + len(found)] = found
+        self._digest_content(low, rows, data)
+
+    def _digest_content(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
+        """Chunks that lie whole in the unit in one go; the two that may not, by themselves."""
+        first, last = rows
+        if self._content is None or first == last:
+            return
+        chunks, view = self._payload.chunks, data.data
+        if last == first + 1:
+            at = int(chunks.start[first]) - low
+            part = view[max(at, 0) : at + int(chunks.nbytes[first])]
+            self._content.add_run(first, (max(-at, 0),), (part,))
+            return
+        begin = chunks.start[first:last] - low
+        end = begin + chunks.nbytes[first:last]
+        parts = [view[max(a, 0) : b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+        self._content.add_run(first, np.maximum(-begin, 0).tolist(), parts)
+
+    def _write(self, low: int, data: Bytes) -> None:
+        whole = self._last_page - low
+        if whole < len(data):
+            self._rest = bytes(data[max(0, whole) :])
+            data = data[: max(0, whole)]
+        if len(data):
+            self._file.write_at(data.data, low)
+
+    def _write_end(self, end: Bytes) -> None:
+        """What is left: a part of a page, the digests, zeros; it fills whole pages."""
+        with self._pool.buffer() as buffer:
+            for at, stop in _units(0, len(end), len(buffer)):
+                data = buffer[: stop - at]
+                np.copyto(data, end[at:stop])
+                self._file.write_at(data.data, self._last_page + at)
+                self._stats.add(requests=1)
 
 
 def _units(low: int, high: int, unit: int) -> Iterator[tuple[int, int]]:
@@ -99,16 +315,19 @@ def _units(low: int, high: int, unit: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + unit, high)
 
 
-def _fill(span: Span, low: int, high: int, data: Bytes, content: ContentDigests) -> None:
-    """Copy the part of a span that lies in [low, high) to its place in `data`."""
-    begin, end = max(span.start, low), min(span.start + span.nbytes, high)
-    if begin >= end:
-        return
-    place = data[begin - low : end - low]
-    inner = begin - span.start
-    if isinstance(span, LateSpan):
-        place[:] = np.frombuffer(span.data(), np.uint8)[inner : inner + len(place)]
-        return
-    source = span.source()
-    source.read_into(inner // span.itemsize, (inner + len(place)) // span.itemsize, place)
-    content.add(span.chunk, inner, place)
+_LITTLE = sys.byteorder == "little"
+
+
+def _plain_memory(source: Source, nbytes: int) -> object | None:
+    """The source's own memory, where it is exactly the bytes to be stored; else None."""
+    if type(source) is HostSource:
+        array = source.array
+        if array.flags.c_contiguous and array.nbytes == nbytes and array.dtype.isnative and _LITTLE:
+            return array
+    return None
+
+
+def _join(batch: list[object], place: Bytes) -> None:
+    """Copy many small pieces of memory to one place; empties the list."""
+    np.copyto(place, np.frombuffer(b"".join(batch), np.uint8))  # type: ignore[arg-type]
+    batch.clear()

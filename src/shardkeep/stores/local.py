@@ -18,7 +18,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from shardkeep.errors import CheckpointError, StorageError
+from shardkeep.stores.direct import direct_alignment, in_memory, set_direct, start_writeback
+from shardkeep.stores.reading import ReadFile
 
 __all__ = ["LocalStore", "ReadFile", "WriteFile", "storage_errors"]
 
@@ -26,6 +30,10 @@ _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """What syncing a directory that only others can change may answer."""
 
 _PLAIN_FLAGS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK}
+"""What a file system answers to direct I/O that it cannot do."""
+_EARLY = 1 << 20
+"""Writes from this size on are worth starting before the sync."""
 _TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY}
 
 
@@ -52,6 +60,10 @@ class WriteFile:
         """Own the descriptor until `close`, or until nobody holds the file."""
         self.fd = fd
         self.path = path
+        self.direct = False
+        """Whether writes go around the page cache."""
+        self._alignment = 1
+        self._turning = threading.Lock()
         self._closer = weakref.finalize(self, os.close, fd)
 
     def detach(self) -> int:
@@ -62,17 +74,58 @@ class WriteFile:
     def allocate(self, nbytes: int) -> None:
         """Reserve space, so that a full disk shows now. Best effort where it is not supported."""
         try:
-            if nbytes:
+            if in_memory(self.fd):
+                os.ftruncate(self.fd, nbytes)
+            elif nbytes:
                 fallocate(self.fd, nbytes)
         except OSError as error:
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, errno.EINTR):
                 raise
 
+    def begin_direct(self) -> bool:
+        """Write around the page cache from now on, if that can be done here; says whether."""
+        self._alignment = direct_alignment(self.fd)
+        self.direct = self._alignment > 0 and set_direct(self.fd, True)
+        return self.direct
+
+    def _end_direct(self) -> None:
+        """Go on through the page cache: the kernel keeps what is there in step with the rest."""
+        with self._turning:
+            if self.direct:
+                if not set_direct(self.fd, False):
+                    raise OSError(errno.EIO, "direct I/O does not work, nor can it be turned off")
+                self.direct = False
+
     def write_at(self, data: memoryview, offset: int) -> None:
-        """Write all of `data` at a position, however many calls that takes."""
+        """Write all of `data` at a position, however many calls that takes.
+
+        The first piece that direct I/O cannot write, or refuses, ends it for this file; nothing is
+        lost by that, and threads that write other pieces need not know.
+        """
         while len(data):
-            written = _write_some(self.fd, data, offset)
+            direct = self.direct
+            if direct and not self._is_aligned(data, offset):
+                self._end_direct()
+                continue
+            try:
+                written = _write_some(self.fd, data, offset)
+            except InterruptedError:
+                continue
+            except OSError as error:
+                if not direct or error.errno not in _REFUSED:
+                    raise
+                self._end_direct()
+                continue
+            if written <= 0:
+                raise OSError(errno.EIO, "the system wrote nothing, and gave no reason")
+            if not direct and written >= _EARLY:
+                start_writeback(self.fd, offset, written)
             data, offset = data[written:], offset + written
+
+    def _is_aligned(self, data: memoryview, offset: int) -> bool:
+        mask = self._alignment - 1
+        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+        return (offset | len(data) | address) & mask == 0
 
     def sync(self) -> None:
         """Make the contents durable. A failure is final: the pages are already marked clean."""
@@ -100,16 +153,6 @@ def _write_some(fd: int, data: memoryview, offset: int) -> int:
         return os.write(fd, data)
 
 
-def _read_some(fd: int, out: memoryview, offset: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(fd, [out], offset)
-    with _SEEKING:
-        os.lseek(fd, offset, os.SEEK_SET)
-        data = os.read(fd, len(out))
-    out[: len(data)] = data
-    return len(data)
-
-
 def fallocate(fd: int, nbytes: int) -> None:
     """The system call itself: the library's `posix_fallocate` writes zeros where it is lacking."""
     if sys.platform != "linux":
@@ -133,34 +176,6 @@ def sync_fd(fd: int) -> None:
         fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
         return
     os.fsync(fd)
-
-
-class ReadFile:
-    """A file being read by position, from any thread."""
-
-    def __init__(self, fd: int, path: Path) -> None:
-        """Own the descriptor until `close`, or until nobody holds the file."""
-        self.fd = fd
-        self.path = path
-        self._closer = weakref.finalize(self, os.close, fd)
-        self.size = os.fstat(fd).st_size
-
-    def read_into(self, out: memoryview, offset: int) -> int:
-        """Fill `out` from a position; returns fewer bytes only at the end of the file."""
-        if self.fd < 0:
-            raise StorageError(f"{self.path} was closed; open the checkpoint again")
-        done = 0
-        while done < len(out):
-            got = _read_some(self.fd, out[done:], offset + done)
-            if got == 0:
-                break
-            done += got
-        return done
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self.fd = -1
-        self._closer()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from shardkeep.dtypes import lookup
 from shardkeep.errors import FormatError
+from shardkeep.metadata import TensorProperties
 
-__all__ = ["ALIGNMENT", "Entry", "header_room", "no_duplicates", "read_header", "write_header"]
+__all__ = [
+    "ALIGNMENT",
+    "Entry",
+    "chunk_entries",
+    "header_room",
+    "no_duplicates",
+    "read_header",
+    "write_header",
+]
 
 ALIGNMENT = 4096
 MAX_HEADER = 100_000_000
@@ -41,19 +51,57 @@ def header_room(nbytes: int) -> int:
     return -(-(8 + nbytes) // ALIGNMENT) * ALIGNMENT
 
 
-def write_header(entries: Mapping[str, Entry], metadata: Mapping[str, str], room: int) -> bytes:
-    """The first `room` bytes of a file, padded with spaces."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for key, entry in entries.items():
-        table[key] = {
+def write_header(
+    entries: Mapping[str, Entry],
+    metadata: Mapping[str, str],
+    room: int,
+    before: Iterable[bytes] = (),
+) -> bytes:
+    """The first `room` bytes of a file, padded with spaces.
+
+    `before` are entries as text already (`chunk_entries`), which come first.
+    """
+    table = {
+        key: {
             "dtype": entry.dtype,
             "shape": entry.shape,
             "data_offsets": (entry.start - room, entry.stop - room),
         }
-    text = msgspec.json.encode(table)
+        for key, entry in entries.items()
+    }
+    parts = [b'"__metadata__":' + msgspec.json.encode(dict(metadata)), *before]
+    if table:
+        parts.append(msgspec.json.encode(table)[1:-1])
+    text = b"{" + b",".join(parts) + b"}"
     if len(text) > room - 8:
         raise AssertionError(f"a header of {len(text)} bytes was planned to fit {room - 8}")
     return (room - 8).to_bytes(8, "little") + text.ljust(room - 8)
+
+
+def chunk_entries(
+    keys: Sequence[str],
+    kinds: Sequence[TensorProperties],
+    kind: Sequence[int],
+    sizes: Sequence[tuple[int, ...]],
+    begin: Sequence[int],
+    end: Sequence[int],
+) -> list[bytes]:
+    """Entries of chunks as JSON text; `begin` and `end` count from the end of the header.
+
+    Columns in, and the few shapes there are made text once: a header may have 100,000 entries.
+    """
+    known: dict[tuple[int, tuple[int, ...]], bytes] = {}
+    quoted = msgspec.json.Encoder().encode
+    out = []
+    for key, number, size, low, high in zip(keys, kind, sizes, begin, end, strict=True):
+        front = known.get((number, size))
+        if front is None:
+            dtype = lookup(kinds[number].dtype)
+            shape = (*size, dtype.extra_dim) if dtype.extra_dim else size
+            table = {"dtype": dtype.safetensors, "shape": shape}
+            front = known[number, size] = msgspec.json.encode(table)[:-1]
+        out.append(b'%b:%b,"data_offsets":[%d,%d]}' % (quoted(key), front, low, high))
+    return out
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

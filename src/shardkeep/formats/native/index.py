@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from shardkeep.boxes import tiled
 from shardkeep.columns import Boxes, Column, Ints, Strings, starts
-from shardkeep.engine.reading import VerifiedFile
+from shardkeep.engine.verified import VerifiedFile
 from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
 from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
 from shardkeep.stores.local import storage_errors
@@ -31,6 +32,10 @@ __all__ = ["Index", "IndexEntries", "index_entries"]
 
 RUN_ROWS = 1 << 18
 """Chunk rows read together, unless a single tensor has more."""
+BLOCK_ROWS = 4096
+"""Chunk rows that nobody wants, but that lie in the same blocks of the index as those around."""
+FEW = 64
+"""Tensors whose chunk rows are kept once they were read: views ask for them again and again."""
 
 _CODES = {"<i8": "I64", "<i4": "I32", "<u2": "U16", "|u1": "U8"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
@@ -199,6 +204,12 @@ class Index:
     def _check_tensors(self) -> None:
         """No product may leave 64 bits, and the tensors may not claim more than the files hold."""
         tensors, nbytes = self.tensors, 0
+        sizes = _products(tensors)
+        if (tensors.alias_of == NO_ALIAS).all() and float(sizes.max(initial=0)) < 2**62:
+            nbytes = sum(map(int, (tensors.volumes * tensors.itemsize).tolist()))
+            if nbytes > self._nbytes:
+                raise ValueError(f"tensors of {nbytes} bytes in files of {self._nbytes}")
+            return
         for row in range(len(tensors)):
             shape, item = tensors.shape(row), int(tensors.itemsize[row])
             if math.prod(max(n, 1) for n in shape) * item >= 2**63:
@@ -232,45 +243,71 @@ class Index:
     @property
     def state(self) -> StateColumns:
         """The tables as a mapping."""
-        return StateColumns(self.tensors, self.values, self.chunks_of, prefetch=self.prefetch)
+        return StateColumns(
+            self.tensors,
+            self.values,
+            self.chunks_of,
+            prefetch=self.prefetch,
+            chunks_among=self.chunks_among,
+        )
 
     def chunks_of(self, row: int) -> ChunkTable:
         """The chunks of one tensor."""
         held = self._held.get(row)
         if held is None:
-            held = self._rows(row, row + 1)[0]
+            held = self._rows(row, row + 1)
             self._held[row] = held
         return held
 
     def prefetch(self, rows: Sequence[int]) -> None:
-        """Read the chunks of many tensors with few requests."""
-        wanted = sorted(set(rows) - self._held.keys())
-        run: list[int] = []
-        for row in [*wanted, -1]:
-            # Neighbours that lie in the same blocks of the index are read together.
-            # Not too many at once: what is computed on the way takes several times their memory.
-            if run and (
-                row < 0
-                or self._rows_between(run[-1], row) > 4096
-                or self._rows_between(run[0], row) > RUN_ROWS
-            ):
-                tables = self._rows(run[0], run[-1] + 1)
-                for taken in run:
-                    self._held[taken] = tables[taken - run[0]]
-                run = []
-            run.append(row)
+        """Read the chunks of many tensors and keep them for `chunks_of`."""
+        wanted = np.array(sorted(set(rows) - self._held.keys()), np.int64)
+        table, begin = self._among(wanted)
+        for row, (low, high) in zip(wanted.tolist(), pairwise(begin.tolist()), strict=True):
+            self._held[row] = table.part(low, high)
 
-    def _rows_between(self, a: int, b: int) -> int:
-        return int(self.first_chunk[b] - self.first_chunk[a + 1])
+    def chunks_among(self, rows: Ints) -> tuple[ChunkTable, Ints]:
+        """The chunks of many tensors, read with few requests, and where those of each begin."""
+        if len(rows) > FEW:
+            return self._among(rows)
+        self.prefetch(rows.tolist())
+        tables = [self.chunks_of(row) for row in rows.tolist()]
+        return ChunkTable.join(tables), starts(np.array(list(map(len, tables)), np.int64))
 
-    def _rows(self, low: int, high: int) -> list[ChunkTable]:
-        """The chunks of tensors [low, high), one table each."""
+    def _among(self, rows: Ints) -> tuple[ChunkTable, Ints]:
+        counts = self.first_chunk[rows + 1] - self.first_chunk[rows]
+        tables = []
+        for run in self._runs(rows):
+            low, high = int(run[0]), int(run[-1]) + 1
+            table = self._rows(low, high)
+            if len(run) < high - low:
+                of_run = counts[np.searchsorted(rows, run)]
+                begin = self.first_chunk[run] - self.first_chunk[low]
+                taken = np.repeat(begin - starts(of_run)[:-1], of_run)
+                table = table.take(taken + np.arange(len(taken)))
+            tables.append(table)
+        return ChunkTable.join(tables), starts(counts)
+
+    def _runs(self, rows: Ints) -> Iterator[Ints]:
+        """Cut rows where what lies between two is not worth reading, or where they are too many.
+
+        What is computed of rows on the way takes several times their memory.
+        """
+        if len(rows) == 0:
+            return
+        gaps = self.first_chunk[rows[1:]] - self.first_chunk[rows[:-1] + 1]
+        for run in np.split(rows, np.flatnonzero(gaps > BLOCK_ROWS) + 1):
+            at = self.first_chunk[run] - self.first_chunk[run[0]]
+            yield from np.split(run, np.flatnonzero(np.diff(at // RUN_ROWS)) + 1)
+
+    def _rows(self, low: int, high: int) -> ChunkTable:
+        """The chunks of tensors [low, high)."""
         try:
             return self._checked_rows(low, high)
         except (ValueError, KeyError) as error:
             raise FormatError(f"{self._file.name}: chunk rows are not valid: {error!r}") from error
 
-    def _checked_rows(self, low: int, high: int) -> list[ChunkTable]:
+    def _checked_rows(self, low: int, high: int) -> ChunkTable:
         first = self.first_chunk[low : high + 1]
         coords = self.coord_start[low : high + 1]
         a, b, c, d = int(first[0]), int(first[-1]), int(coords[0]), int(coords[-1])
@@ -286,8 +323,7 @@ class Index:
         boxes = Boxes(starts(ndim), offsets, sizes)
         self._check_boxes(low, high, tensor, boxes)
         unknown = np.full(b - a, -1)
-        table = ChunkTable(tensor, boxes, unknown, unknown, file.astype(np.int64), start)
-        return [table.part(begin, end) for begin, end in pairwise((first - a).tolist())]
+        return ChunkTable(tensor, boxes, unknown, unknown, file.astype(np.int64), start)
 
     def _check_boxes(self, low: int, high: int, tensor: Ints, boxes: Boxes) -> None:
         """The chunks of every tensor cover each of its elements once; those of an alias none."""
@@ -300,6 +336,15 @@ class Index:
         if not fine.all():
             wrong = tensors.names[low + int(np.argmin(fine))]
             raise ValueError(f"the chunks of {wrong} do not tile it")
+
+
+def _products(tensors: TensorTable) -> npt.NDArray[np.float64]:
+    """Bytes of each tensor, a dimension of none counted as one; about right at any size."""
+    shapes = Boxes(tensors.shape_start, tensors.shapes, tensors.shapes)
+    out: npt.NDArray[np.float64] = tensors.itemsize.astype(np.float64)
+    for _, rows, at in shapes.dimensions():
+        out[rows] *= np.maximum(tensors.shapes[at], 1)
+    return out
 
 
 def _checked_starts(column: Column, count: int, what: str) -> Ints:

@@ -74,10 +74,15 @@ def entry_keys(entries: Iterable[tuple[str, tuple[int, ...] | None]]) -> list[st
 
     Keys are for other tools and need only be unique within the file; reserved names are escaped.
     """
+    keys = [
+        name if offsets is None else f"{name}@{','.join(map(str, offsets))}"
+        for name, offsets in entries
+    ]
+    # Nearly always that is all there is to it.
+    if len(set(keys)) == len(keys) and not any(key.startswith("__") for key in keys):
+        return keys
     taken: set[str] = set()
-    keys = []
-    for name, offsets in entries:
-        key = name if offsets is None else f"{name}@{','.join(map(str, offsets))}"
+    for row, key in enumerate(keys):
         if key == "__metadata__" or key.startswith("__shardkeep__"):
             key = "~" + key
         unique, count = key, 1
@@ -85,5 +90,5 @@ def entry_keys(entries: Iterable[tuple[str, tuple[int, ...] | None]]) -> list[st
             count += 1
             unique = f"{key}~{count}"
         taken.add(unique)
-        keys.append(unique)
+        keys[row] = unique
     return keys

@@ -16,10 +16,14 @@ import numpy as np
 
 from shardkeep.arrays import Sink
 from shardkeep.columns import Boxes, Ints, starts
+from shardkeep.coordination import Coordinator
 from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
-from shardkeep.engine.reading import DamagedBlock, Regions, VerifiedFile, read_regions
+from shardkeep.engine.read_once import read_shared
+from shardkeep.engine.reading import READ_STATS, Reading
+from shardkeep.engine.regions import Regions
+from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -34,7 +38,7 @@ from shardkeep.formats.native.names import CONTENT_KEY, RECORD
 from shardkeep.formats.native.record import FileRow, Record, decode_record
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
-from shardkeep.storage import CheckpointId, StorageReader
+from shardkeep.storage import CheckpointId, ReadOnce, StorageReader
 from shardkeep.stores.local import LocalStore, ReadFile, storage_errors
 from shardkeep.tables import ChunkTable, LocationColumns
 
@@ -76,19 +80,25 @@ class NativeReader(StorageReader):
         self.expect_digest = expect_digest
         self.memory_budget = memory_budget
         self.progress = progress
-        self.bytes_read = 0
+        self.ranks_on_host = 1
+        """How many processes share this machine's cores and memory."""
+        self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
+        """What was read since the last `reset`, and the seconds that took."""
         self._open_store = open_store
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}
         self._closing = False
         self._contents_of: dict[int, dict[int, bytes]] = {}
         self._index_file: VerifiedFile | None = None
+        self._begun: Reading | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another load."""
         self.close()
         self._closing = False
+        self._begun = None
+        self.stats = dict.fromkeys(READ_STATS, 0.0)
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self._store = self._open_store(checkpoint_id)
@@ -242,13 +252,11 @@ class NativeReader(StorageReader):
         names = set()
         tensors, values = self.index.tensors, self.index.values
         try:
-            self.index.prefetch(range(len(tensors)))
-            for row in range(len(tensors)):
-                chunks = self.index.chunks_of(row)
-                assert chunks.start is not None
-                end = chunks.start + chunks.nbytes(tensors)
-                if ((chunks.file == file) & (chunks.start < high) & (end > low)).any():
-                    names.add(tensors.names[row])
+            chunks, _ = self.index.chunks_among(np.arange(len(tensors)))
+            assert chunks.start is not None
+            end = chunks.start + chunks.nbytes(tensors)
+            hit = (chunks.file == file) & (chunks.start < high) & (end > low)
+            names = {tensors.names[row] for row in np.unique(chunks.tensor[hit]).tolist()}
         except CheckpointError:
             pass  # the index is damaged too: what is known of it is better than nothing
         begin = self.record.files[file].values
@@ -280,22 +288,39 @@ class NativeReader(StorageReader):
             lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
         )
 
+    def share_reads(
+        self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
+    ) -> None:
+        """Read what several ranks want once for all of them; `read_data` then reads the rest."""
+        self._begun = read_shared(
+            lambda: self._reading(_items_of(plan), planner.sinks(_items_of(plan))),
+            coordinator,
+            read_once,
+            checked_budget(self.memory_budget, self.ranks_on_host),
+            str(self._store.root),
+        )
+
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Read the tensors of the plan."""
+        """Read the tensors of the plan, but for what `share_reads` has brought."""
         items = _items_of(plan)
-        sinks: dict[int, Sink] = {}
-        first_row = {int(n): row for row, n in reversed(list(enumerate(items.wanted.tolist())))}
-
-        def sink(number: int) -> Sink:
-            found = sinks.get(number)
-            if found is None:
-                found = sinks[number] = planner.resolve_tensor(items[first_row[number]])
-            return found
-
-        return self.read_tensors(items, sink)
+        begun, self._begun = self._begun, None
+        return self._finish(items, begun or self._reading(items, planner.sinks(items)))
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""
+        return self._finish(items, self._reading(items, sink))
+
+    def _finish(self, items: ReadItems, reading: Reading) -> int:
+        with storage_errors(f"reading {self._store.root}"):
+            reading.run()
+        for key, value in reading.stats.items():
+            self.stats[key] += value
+        chunks = items.chunks
+        delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
+        return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
+
+    def _reading(self, items: ReadItems, sink: Callable[[int], Sink]) -> Reading:
+        """The regions of a plan, in the order of their places in files."""
         chunks = items.chunks
         assert chunks.file is not None
         assert chunks.start is not None
@@ -310,25 +335,25 @@ class NativeReader(StorageReader):
             Boxes(chunks.boxes.start, items.low - chunks.boxes.offsets, chunks.boxes.sizes),
             items.size,
             items.low - wanted.offsets[wanted_at],
+            wanted.sizes[wanted_at],
             items.wanted,
             [lookup(kind.dtype) for kind in kinds],
             items.tensors.kind[chunks.tensor],
         )
         self._check_places(regions)
-        names = items.wanted_names
-        pool = BufferPool(checked_budget(self.memory_budget), io_threads(), self.record.block)
-        with storage_errors(f"reading {self._store.root}"):
-            self.bytes_read += read_regions(
-                self.data_file,
-                regions,
-                sink,
-                block=self.record.block,
-                pool=pool,
-                progress=self.progress,
-                names=lambda number: names[number],
-            )
-        delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
-        return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        threads = io_threads(self.ranks_on_host)
+        pool = BufferPool(budget, 2 * threads, self.record.block)
+        return Reading(
+            self.data_file,
+            regions,
+            sink,
+            block=self.record.block,
+            pool=pool,
+            threads=min(threads, pool.threads),
+            progress=self.progress,
+            names=items.wanted_names.__getitem__,
+        )
 
     def _check_places(self, regions: Regions) -> None:
         """Every chunk within its file's payload: an index that lies must not read past it."""

@@ -14,7 +14,7 @@ from shardkeep.boxes import tiled
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.parallel import run_in_order
-from shardkeep.engine.reading import DamagedBlock, VerifiedFile
+from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import CheckpointError, CorruptionError
 from shardkeep.formats.native.header import MAX_HEADER, read_header
 from shardkeep.formats.native.names import (
@@ -163,18 +163,21 @@ class _Check:
         before = len(self._report.problems)
 
         def check(first: int) -> None:
-            stop = min(first + per_unit, file.layout.blocks)
+            low = first * record.block
+            done = min(pool.unit, file.layout.payload - low)
             with pool.buffer() as buffer:
-                for one in range(first, stop):
+                if file.file.is_cold(low, done):
+                    file.read_cold(buffer, low, done)
+                else:
+                    file.read_at(buffer[:done], low)
+                for at in range(0, done, record.block):
+                    one = first + at // record.block
                     try:
-                        file.read_blocks(one, one + 1, buffer)
+                        file.check_blocks(one, buffer[at : min(at + record.block, done)])
                     except DamagedBlock as damage:
-                        low, high = damage.block_range
-                        names = self._names_in(number, low, high)
-                        text = f"{damage}"
-                        self._problem(Problem(file.name, text, one, names))
+                        names = self._names_in(number, *damage.block_range)
+                        self._problem(Problem(file.name, f"{damage}", one, names))
             with self._lock:
-                done = min(stop * record.block, file.layout.payload) - first * record.block
                 self._report.nbytes += done
             if self._progress is not None:
                 self._progress(done)
@@ -194,9 +197,8 @@ class _Check:
         """All chunk rows, checked to tile their tensors and to lie apart from each other."""
         index, record = self._reader.index, self._reader.record
         try:
-            rows = range(len(index.tensors))
-            index.prefetch(rows)
-            self._chunks = chunks = ChunkTable.join([index.chunks_of(row) for row in rows])
+            chunks, _ = index.chunks_among(np.arange(len(index.tensors)))
+            self._chunks = chunks
             stored = index.tensors.alias_of < 0
             fine = tiled(
                 index.tensors.shape_start,

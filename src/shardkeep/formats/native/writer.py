@@ -7,16 +7,15 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.budget import checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
-from shardkeep.engine.writing import ChunkSpan, LateSpan, write_payload
 from shardkeep.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,8 +28,8 @@ from shardkeep.formats.native.commit import (
     unlink_all,
     wait_visible,
 )
+from shardkeep.formats.native.files import FileWriter, RankChunks, data_payload, index_payload
 from shardkeep.formats.native.foreign import foreign_format
-from shardkeep.formats.native.header import Entry, write_header
 from shardkeep.formats.native.index import index_entries
 from shardkeep.formats.native.layout import (
     FilePlan,
@@ -40,12 +39,8 @@ from shardkeep.formats.native.layout import (
     plan_layout,
 )
 from shardkeep.formats.native.names import (
-    CONTENT,
     DATA,
-    DIGESTS,
     RECORD,
-    VALUES,
-    entry_keys,
     index_file,
     new_save_id,
 )
@@ -57,9 +52,9 @@ from shardkeep.formats.native.record import (
     encode_record,
 )
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
-from shardkeep.planner import Place, SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItems
+from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.storage import CheckpointId, StorageWriter, WriteResult
-from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
+from shardkeep.stores.local import LocalStore, storage_errors
 from shardkeep.structure import Structure
 from shardkeep.tables import LocationColumns, StateColumns
 
@@ -104,6 +99,8 @@ class NativeWriter(StorageWriter):
         self.progress = progress
         self.before_commit: Callable[[], None] = lambda: None
         """Called as the last thing before the commit; what it raises stops it."""
+        self.ranks_on_host = 1
+        """How many ranks share this host's cores and memory."""
         self._algorithm = algorithm(digest)
         self._open_store = open_store
         self.reset(checkpoint_id)
@@ -116,6 +113,8 @@ class NativeWriter(StorageWriter):
         self.save_id = ""
         self.digest = ""
         """The record's digest, on the coordinator after `finish`."""
+        self.stats: dict[str, float] = {}
+        """What `write_data` did: see `shardkeep.engine.writing.WriteStats`."""
         self._lease: Lease | None = None
         self._layout: Layout | None = None
         self._written: list[str] = []
@@ -224,134 +223,58 @@ class NativeWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's files; on return they and their names are durable."""
         items = WriteItems.of(plan.items)
-        files, disk_order, start = decode_rank_layout(plan.storage_data)
-        results = []
-        for file in files:
-            rows = disk_order[file.first : file.first + file.count]
-            results.append(self._write_file(file, rows.tolist(), start, items, planner))
-        if files:
+        plans, disk_order, start = decode_rank_layout(plan.storage_data)
+        chunks = RankChunks(items, disk_order, start, planner)
+        features = sorted(planner.features)
+        with self._file_writer() as files:
+            results = [
+                self._write_file(files, plan, chunks, _values_of(plan, items, planner), features)
+                for plan in plans
+            ]
+        self.stats = files.stats.as_dict()
+        if plans:
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
         return results
 
+    def _file_writer(self) -> FileWriter:
+        return FileWriter(
+            self._store,
+            self._algorithm,
+            self.block,
+            budget=checked_budget(self.memory_budget, self.ranks_on_host),
+            cores=io_threads(self.ranks_on_host),
+            progress=self.progress,
+        )
+
     def _write_file(
         self,
+        files: FileWriter,
         plan: FilePlan,
-        rows: list[int],
-        start: Any,
-        items: WriteItems,
-        planner: SavePlanner,
+        chunks: RankChunks,
+        values: bytes,
+        features: list[str],
     ) -> WriteResult:
-        nbytes = items.chunks.nbytes(items.tensors)
-        values = _encode_values(items, planner) if plan.holds_values else b""
-        payload = plan.values + len(values)
-        layout = DigestLayout(payload, self.block, self._algorithm.size)
-        content = ContentDigests(self._algorithm, [int(nbytes[row]) for row in rows])
-        header = self._header(plan, rows, start, items, values, layout)
-        spans: list[ChunkSpan | LateSpan] = [LateSpan(0, len(header), lambda: header)]
-        for number, row in enumerate(rows):
-            item, tensor = items[row], int(items.chunks.tensor[row])
-            spans.append(
-                ChunkSpan(
-                    int(start[row]),
-                    int(nbytes[row]),
-                    int(items.tensors.itemsize[tensor]),
-                    _source_of(planner, item),
-                    number,
-                )
-            )
-
-        def content_entry() -> bytes:
-            return b"".join(
-                int(start[row]).to_bytes(8, "little") + content.result(number)
-                for number, row in sorted(enumerate(rows), key=lambda pair: int(start[pair[1]]))
-            )
-
-        spans.append(LateSpan(plan.content, plan.values - plan.content, content_entry))
-        spans.append(LateSpan(plan.values, len(values), lambda: values))
         name = plan.name(self.save_id)
-        root = self._write(name, spans, plan.content, layout, content)
+        layout = self._digest_layout(plan.values + len(values))
+        nbytes = chunks.nbytes[plan.first : plan.first + plan.count]
+        content = ContentDigests(self._algorithm, nbytes)
+        payload = data_payload(plan, chunks, values, layout, self._file_metadata(), content)
         result = _Result(
             layout.file_size,
-            payload,
-            root,
+            layout.payload,
+            files.write(name, payload, layout, self._written, content),
             plan.values if plan.holds_values else None,
-            len(rows),
-            sorted(planner.features),
+            plan.count,
+            features,
         )
         return WriteResult(MetadataIndex(name), layout.file_size, msgspec.msgpack.encode(result))
 
-    def _header(
-        self,
-        plan: FilePlan,
-        rows: list[int],
-        start: Any,
-        items: WriteItems,
-        values: bytes,
-        layout: DigestLayout,
-    ) -> bytes:
-        described = []
-        for row in rows:
-            item = items[row]
-            assert isinstance(item.data, TensorWriteData)
-            described.append((item.index.fqn, item.data))
-        keys = entry_keys(
-            (name, None if data.chunk.sizes == data.size else data.chunk.offsets)
-            for name, data in described
-        )
-        entries = {}
-        for key, row, (_, data) in zip(keys, rows, described, strict=True):
-            dtype = items.tensors.dtype(int(items.chunks.tensor[row]))
-            shape = (*data.chunk.sizes, dtype.extra_dim) if dtype.extra_dim else data.chunk.sizes
-            at = int(start[row])
-            nbytes = int(np.prod(data.chunk.sizes, dtype=np.int64)) * dtype.itemsize
-            entries[key] = Entry(dtype.safetensors, shape, at, at + nbytes)
-        if rows:
-            entries[CONTENT] = Entry("U8", (plan.values - plan.content,), plan.content, plan.values)
-        if plan.holds_values:
-            entries[VALUES] = Entry("U8", (len(values),), plan.values, layout.payload)
-        digests = layout.file_size - layout.payload
-        entries[DIGESTS] = Entry("U8", (digests,), layout.payload, layout.file_size)
-        return write_header(entries, self._file_metadata(), plan.room)
+    def _digest_layout(self, payload: int) -> DigestLayout:
+        return DigestLayout(payload, self.block, self._algorithm.size)
 
     def _file_metadata(self) -> dict[str, str]:
         return {"format": "pt", "shardkeep": "1", "save_id": self.save_id}
-
-    def _write(
-        self,
-        name: str,
-        spans: Sequence[ChunkSpan | LateSpan],
-        late: int,
-        layout: DigestLayout,
-        content: ContentDigests,
-    ) -> str:
-        """Write one file durably; returns its root digest."""
-        threads = io_threads()
-        pool = BufferPool(checked_budget(self.memory_budget), threads, self.block)
-        with storage_errors(f"writing {self._store.root / name}"):
-            file = self._store.create(name)
-            self._written.append(name)
-            try:
-                file.allocate(layout.file_size)
-                level1 = write_payload(
-                    file,
-                    spans,
-                    late=late,
-                    payload=layout.payload,
-                    block=self.block,
-                    pool=pool,
-                    algorithm=self._algorithm,
-                    content=content,
-                    progress=self.progress,
-                )
-                entry, root = layout.seal(level1, self._algorithm)
-                file.write_at(memoryview(entry), layout.payload)
-                file.sync()
-            except BaseException:
-                _close_quietly(file)
-                raise
-            file.close()
-        return root.hex()
 
     # --- finish
 
@@ -406,20 +329,11 @@ class NativeWriter(StorageWriter):
     def _write_index(self, state: StateColumns, structure: Structure) -> FileRow:
         assert self._layout is not None
         parts = index_entries(structure, state.tensors, self._layout.chunks, self._layout.values)
-        layout = DigestLayout(parts.payload, self.block, self._algorithm.size)
-        digests = layout.file_size - layout.payload
-        entries = dict(parts.entries)
-        entries[DIGESTS] = Entry("U8", (digests,), layout.payload, layout.file_size)
-        header = write_header(entries, self._file_metadata(), parts.room)
-        spans: list[ChunkSpan | LateSpan] = [LateSpan(0, len(header), lambda: header)]
-        for key, column in parts.columns.items():
-            flat = column.reshape(-1).view(np.uint8)
-            spans.append(
-                LateSpan(parts.entries[key].start, column.nbytes, lambda flat=flat: flat)  # type: ignore[misc]
-            )
+        layout = self._digest_layout(parts.payload)
         name = index_file(self.save_id)
-        nothing = ContentDigests(self._algorithm, [])
-        root = self._write(name, spans, layout.payload, layout, nothing)
+        with self._file_writer() as files:
+            payload = index_payload(parts, layout, self._file_metadata())
+            root = files.write(name, payload, layout, self._written)
         with storage_errors(f"syncing {self._store.root / DATA}"):
             self._store.sync_directory(DATA)
         return FileRow(name, layout.file_size, layout.payload, root)
@@ -488,12 +402,10 @@ def _placed_chunks(layout: Layout, state: StateColumns) -> Callable[[int], Any]:
     return lambda row: layout.chunks.take(np.arange(first[row], first[row + 1]))
 
 
-def _source_of(planner: SavePlanner, item: WriteItem) -> Callable[[], Any]:
-    return lambda: planner.resolve_data(item)
-
-
-def _encode_values(items: WriteItems, planner: SavePlanner) -> bytes:
-    """All values of a rank: their number, where each ends, then each."""
+def _values_of(plan: FilePlan, items: WriteItems, planner: SavePlanner) -> bytes:
+    """The values entry of a file: their number, where each ends, then each."""
+    if not plan.holds_values:
+        return b""
     parts: list[bytes] = []
     for item in items[len(items.chunks) :]:
         data = planner.resolve_data(item)
@@ -519,8 +431,3 @@ def _version() -> str:
     from shardkeep import __version__
 
     return __version__
-
-
-def _close_quietly(file: WriteFile) -> None:
-    with contextlib.suppress(OSError):
-        file.close()

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Delivering bytes that were read: each region's part of a buffer, copied to where it goes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from shardkeep.arrays import Bytes, HostSink, Sink
+from shardkeep.boxes import flat_range_boxes, strides
+from shardkeep.columns import Column
+from shardkeep.dtypes import DType
+from shardkeep.engine.regions import Regions, Spans
+
+__all__ = ["Delivery"]
+
+
+class Delivery:
+    """Copies regions into their sinks; from any thread."""
+
+    def __init__(self, regions: Regions, spans: Spans, sinks: Callable[[int], Sink]) -> None:
+        """`sinks(number)` gives the sink of that number."""
+        self._regions = regions
+        self._sinks = sinks
+        self._low = spans.low
+        self._high = spans.high
+        self._at = spans.at
+        self._flat = spans.flat
+        self._bits = [dtype.bits() for dtype in regions.dtype]
+
+    def memory(self, row: int) -> Bytes | None:
+        """All bytes of the sink of a region, where they lie row-major in host memory as stored."""
+        return _memory(
+            self._sinks(int(self._regions.sink[row])),
+            self._regions.dtype[int(self._regions.kind[row])],
+        )
+
+    def put(self, row: int, data: Bytes, base: int, begin: int, end: int) -> None:
+        """Copy the bytes [begin, end) of a region; `data` begins at byte `base` of the file."""
+        if begin >= end:
+            return
+        regions, low = self._regions, int(self._low[row])
+        if self._flat[row]:
+            memory = self.memory(row)
+            if memory is not None:
+                at = int(self._at[row]) + begin - low
+                np.copyto(memory[at : at + end - begin], data[begin - base : end - base])
+                return
+        sink, kind = self._sinks(int(regions.sink[row])), int(regions.kind[row])
+        dtype = regions.dtype[kind]
+        part = slice(int(regions.stored.start[row]), int(regions.stored.start[row + 1]))
+        shape = tuple(regions.stored.sizes[part].tolist())
+        size = tuple(regions.size[part].tolist())
+        dest = tuple(regions.dest[part].tolist())
+        if begin == low and end == int(self._high[row]):
+            steps = tuple(step * dtype.itemsize for step in strides(shape))
+            block = np.ndarray(size, self._bits[kind], data, low - base, steps)
+            sink.put(dest, block, dtype)
+            return
+        first = int(regions.start[row])
+        a, b = (begin - first) // dtype.itemsize, (end - first) // dtype.itemsize
+        elements = data[begin - base : end - base].view(self._bits[kind])
+        offsets = tuple(regions.stored.offsets[part].tolist())
+        _put_part(shape, offsets, size, dest, (a, b), elements, sink, dtype)
+
+    def put_many(self, rows: Column, data: Bytes, base: int) -> None:
+        """Copy the part that each of these regions has in `data`; many of them, and small."""
+        stop = base + len(data)
+        low, high = self._low[rows], self._high[rows]
+        begin, end = np.maximum(low, base), np.minimum(high, stop)
+        quick = self._flat[rows] & (begin < end)
+        numbers = self._regions.sink[rows].tolist()
+        kinds = self._regions.kind[rows].tolist()
+        at = self._at[rows] + (begin - low)
+        columns = (
+            rows.tolist(),
+            quick.tolist(),
+            numbers,
+            kinds,
+            at.tolist(),
+            (at + (end - begin)).tolist(),
+            (begin - base).tolist(),
+            (end - base).tolist(),
+        )
+        sinks, dtypes, copy = self._sinks, self._regions.dtype, np.copyto
+        for row, is_quick, number, kind, a, b, c, d in zip(*columns, strict=True):
+            if is_quick:
+                memory = _memory(sinks(number), dtypes[kind])
+                if memory is not None:
+                    copy(memory[a:b], data[c:d])
+                    continue
+            self.put(row, data, base, base + c, base + d)
+
+
+def _memory(sink: Sink, dtype: DType) -> Bytes | None:
+    if type(sink) is not HostSink or sink.dtype is not dtype:
+        return None
+    array = sink.array
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        return None
+    return array.reshape(-1).view(np.uint8)
+
+
+def _put_part(
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    size: tuple[int, ...],
+    dest: tuple[int, ...],
+    span: tuple[int, int],
+    elements: Column,
+    sink: Sink,
+    dtype: DType,
+) -> None:
+    """Copy what the elements [a, b) of a chunk have in common with a region of it."""
+    at = 0
+    for inner, extent in flat_range_boxes(shape, *span):
+        count = math.prod(extent)
+        block = elements[at : at + count].reshape(extent)
+        at += count
+        low = tuple(map(max, offsets, inner))
+        ends = zip(offsets, size, inner, extent, strict=True)
+        high = tuple(min(o + s, i + e) for o, s, i, e in ends)
+        if any(x >= y for x, y in zip(low, high, strict=True)):
+            continue
+        cut = tuple(slice(x - i, y - i) for x, y, i in zip(low, high, inner, strict=True))
+        place = tuple(d + x - o for d, x, o in zip(dest, low, offsets, strict=True))
+        sink.put(place, block[cut], dtype)

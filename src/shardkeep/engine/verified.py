@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file whose bytes are checked on the way, from the root in the record down to each block."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from shardkeep.arrays import Bytes
+from shardkeep.engine.digests import PAGE_DIGESTS, Algorithm, DigestLayout
+from shardkeep.errors import CorruptionError, FormatError
+from shardkeep.stores.reading import ReadFile
+
+__all__ = ["DamagedBlock", "VerifiedFile"]
+
+
+class DamagedBlock(CorruptionError):
+    """A block differs from its digest; becomes a `CorruptionError` that also names what it hit."""
+
+    def __init__(self, file: str, number: int, block: int) -> None:
+        """Remember where, for whoever knows what lies there."""
+        low = number * block
+        super().__init__(
+            f"{file}: block {number} (bytes {low} to {low + block}) differs from its digest"
+        )
+        self.block_range = (low, low + block)
+
+    def touches(self, low: int, high: int) -> bool:
+        """Whether bytes [low, high) of the file lie in the block."""
+        return low < self.block_range[1] and high > self.block_range[0]
+
+
+class VerifiedFile:
+    """An open file, what its record row says of it, and the digests read so far."""
+
+    def __init__(
+        self,
+        file: ReadFile,
+        name: str,
+        layout: DigestLayout,
+        root: bytes,
+        algorithm: Algorithm,
+        check: bool = True,
+    ) -> None:
+        """Refuse a file whose size is not what the record says."""
+        self.file = file
+        self.name = name
+        self.layout = layout
+        self.algorithm = algorithm
+        self.check = check
+        self._root = root
+        self._level2: bytes | None = None
+        self._pages: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        if file.size != layout.file_size:
+            raise CorruptionError(
+                f"{name}: the file has {file.size} bytes, the record says {layout.file_size}; "
+                "it was cut, grew or was replaced"
+            )
+
+    def read_at(self, out: Bytes, offset: int) -> None:
+        """Fill `out` with bytes that nobody has checked."""
+        got = self.file.read_into(out.data, offset)
+        if got != len(out):
+            self._refuse_short(offset + got, offset + len(out))
+
+    def read_cold(self, out: Bytes, offset: int, nbytes: int) -> int:
+        """The same around the page cache, for a buffer that begins on a page; returns how many
+        bytes came that way."""
+        got, direct = self.file.read_direct(out.data, offset, nbytes)
+        if got != nbytes:
+            self._refuse_short(offset + got, offset + nbytes)
+        return direct
+
+    def _refuse_short(self, found: int, expected: int) -> None:
+        raise CorruptionError(f"{self.name}: ends at byte {found}, expected {expected}")
+
+    def check_blocks(self, first: int, data: Bytes) -> None:
+        """Compare whole blocks, the first of which has this number, with their digests."""
+        block, size = self.layout.block, self.layout.size
+        digest = self.algorithm.digest
+        for at in range(0, len(data), block):
+            page, inner = divmod(first, PAGE_DIGESTS)
+            held = self._pages.get(page) or self._load_page(page)
+            if digest(data[at : at + block]) != held[inner * size : (inner + 1) * size]:
+                raise DamagedBlock(self.name, first, block)
+            first += 1
+
+    def read_blocks(self, first: int, stop: int, out: Bytes) -> Bytes:
+        """Read and check blocks [first, stop); returns the part of `out` that they fill."""
+        layout = self.layout
+        low, high = first * layout.block, min(stop * layout.block, layout.payload)
+        data = out[: high - low]
+        self.read_at(data, low)
+        if self.check:
+            self.check_blocks(first, data)
+        return data
+
+    def _load_page(self, page: int) -> bytes:
+        with self._lock:
+            size = self.layout.size
+            if self._level2 is None:
+                tail = np.empty(self.layout.file_size - self.layout.tail_start, np.uint8)
+                self.read_at(tail, self.layout.tail_start)
+                if self.algorithm.digest(tail) != self._root:
+                    raise CorruptionError(
+                        f"{self.name}: the digests at its end do not match the record"
+                    )
+                self._level2 = tail.tobytes()
+            if page not in self._pages:
+                offset, length = self.layout.page_range(page)
+                data = np.empty(length, np.uint8)
+                self.read_at(data, offset)
+                if self.algorithm.digest(data) != self._level2[page * size : (page + 1) * size]:
+                    raise CorruptionError(f"{self.name}: page {page} of its digests is damaged")
+                self._pages[page] = data.tobytes()
+            return self._pages[page]
+
+    def check_digests(self) -> None:
+        """Check every page of digests, also of blocks nobody read."""
+        for page in range(max(self.layout.pages, 1)):
+            self._load_page(page) if self.layout.pages else self._check_empty()
+
+    def _check_empty(self) -> None:
+        with self._lock:
+            tail = np.empty(self.layout.file_size - self.layout.tail_start, np.uint8)
+            self.read_at(tail, self.layout.tail_start)
+            if self.algorithm.digest(tail) != self._root:
+                raise CorruptionError(f"{self.name}: its end does not match the record")
+
+    def read_range(self, offset: int, nbytes: int) -> bytes:
+        """Some bytes, read as the blocks they lie in, and checked."""
+        if nbytes == 0:
+            return b""
+        if not 0 <= offset <= self.layout.payload - nbytes:
+            raise FormatError(f"{self.name}: has no bytes {offset} to {offset + nbytes}")
+        block = self.layout.block
+        first, stop = offset // block, -(-(offset + nbytes) // block)
+        out = np.empty((stop - first) * block, np.uint8)
+        data = self.read_blocks(first, stop, out)
+        inner = offset - first * block
+        return data[inner : inner + nbytes].tobytes()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self.file.close()

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of one rank: what each holds, and how they are written one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from types import TracebackType
+
+import numpy as np
+
+from shardkeep.arrays import HostSource, Source
+from shardkeep.columns import Boxes, Ints
+from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.engine.budget import BufferPool
+from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
+from shardkeep.engine.parallel import Behind
+from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
+from shardkeep.formats.native.header import Entry, chunk_entries, write_header
+from shardkeep.formats.native.index import IndexEntries
+from shardkeep.formats.native.layout import FilePlan
+from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
+from shardkeep.planner import SavePlanner, WriteItems
+from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
+
+__all__ = ["FileWriter", "RankChunks", "data_payload", "index_payload"]
+
+DIRECT_FROM = 1 << 20
+"""Smaller files go through the page cache: one sync costs them more than all the rest."""
+DIRECT_UNIT = 2 << 20
+"""Most bytes of a direct write: one huge page, enough for a disk, and few enough for the cache."""
+BUFFERED_UNIT = 4 << 20
+"""Most bytes of a write into the page cache, where the file's lock is taken each time."""
+MOST_THREADS = 4
+"""However many cores there are: disks gain nothing from more."""
+
+
+class FileWriter:
+    """Writes files under one budget; each is synced while the next one is written.
+
+    As a context: on leaving it all files are durable and closed, or the error is raised.
+    """
+
+    def __init__(
+        self,
+        store: LocalStore,
+        algorithm: Algorithm,
+        block: int,
+        *,
+        budget: int,
+        cores: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        """`algorithm` and `block` are those of all files of the checkpoint.
+
+        `cores` is this process's share of the machine. Twice as many threads write directly: those
+        that wait for the disk need no core.
+        """
+        self.stats = WriteStats()
+        self._store = store
+        self._algorithm = algorithm
+        self._progress = progress
+        self._block = block
+        self._budget = budget
+        self._cores = cores
+        self._pool: BufferPool | None = None
+        self._behind = Behind()
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._behind.wait()
+        else:
+            self._behind.give_up()
+
+    def write(
+        self,
+        name: str,
+        payload: Payload,
+        layout: DigestLayout,
+        written: list[str],
+        content: ContentDigests | None = None,
+    ) -> str:
+        """Write a new file; returns its root digest. Its name joins `written` once it exists."""
+        with storage_errors(f"writing {self._store.root / name}"):
+            file = self._store.create(name)
+            written.append(name)
+            try:
+                file.allocate(layout.file_size)
+                root = write_file(
+                    file,
+                    payload,
+                    layout,
+                    pool=self._buffers(layout.file_size >= DIRECT_FROM and file.begin_direct()),
+                    algorithm=self._algorithm,
+                    cores=self._cores,
+                    content=content,
+                    stats=self.stats,
+                    progress=self._progress,
+                )
+            except BaseException:
+                _close_quietly(file)
+                raise
+        self._behind.run(partial(self._finish, file))
+        return root.hex()
+
+    def _buffers(self, direct: bool) -> BufferPool:
+        """Those of all files, cut as the first one likes them; one budget has one pool."""
+        if self._pool is None:
+            threads = min(MOST_THREADS, 2 * self._cores) if direct else self._cores
+            unit = DIRECT_UNIT if direct else BUFFERED_UNIT
+            self._pool = BufferPool(self._budget, threads, self._block, unit)
+        return self._pool
+
+    def _finish(self, file: WriteFile) -> None:
+        with storage_errors(f"writing {file.path}"):
+            begun = time.perf_counter()
+            try:
+                file.sync()
+            except BaseException:
+                _close_quietly(file)
+                raise
+            self.stats.add(sync_s=time.perf_counter() - begun)
+            file.close()
+
+
+def _close_quietly(file: WriteFile) -> None:
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+class RankChunks:
+    """The chunks of a rank, as columns in the order they lie on disk, and their elements."""
+
+    def __init__(
+        self, items: WriteItems, disk_order: Ints, start: Ints, planner: SavePlanner
+    ) -> None:
+        """`disk_order` are rows of the items; `start` says where each row lies in its file."""
+        self._items = items
+        self._planner = planner
+        self._rows = disk_order
+        self._source = items.chunks.source[disk_order]
+        self.tensor = items.chunks.tensor[disk_order]
+        self.boxes = items.chunks.boxes.take(disk_order)
+        self.start = start[disk_order]
+        self.itemsize = items.tensors.itemsize[self.tensor]
+        self.volume = self.boxes.volumes()
+        self.nbytes = self.volume * self.itemsize
+
+    def part(self, low: int, high: int) -> Chunks:
+        """The chunks [low, high), which lie in one file, for the engine."""
+        # A planner derived from the default one may resolve items in its own way.
+        default = (
+            isinstance(self._planner, DefaultSavePlanner)
+            and type(self._planner).resolve_data is DefaultSavePlanner.resolve_data
+        )
+        sources = self._default_sources if default else self._sources
+        rows = slice(low, high)
+        return Chunks(
+            self.start[rows],
+            self.nbytes[rows],
+            self.itemsize[rows],
+            lambda first, last: sources(low + first, low + last),
+        )
+
+    def _sources(self, low: int, high: int) -> Sequence[Source]:
+        rows = self._rows[low:high].tolist()
+        return [self._planner.resolve_data(self._items[row]) for row in rows]  # type: ignore[misc]
+
+    def _default_sources(self, low: int, high: int) -> Sequence[Source]:
+        assert isinstance(self._planner, DefaultSavePlanner)
+        return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
+
+    def entries(self, low: int, high: int, room: int) -> list[bytes]:
+        """The header's text for the chunks [low, high)."""
+        tensors = self._items.tensors
+        rows = slice(low, high)
+        numbers = self.tensor[rows]
+        whole = self.volume[rows] == tensors.volumes[numbers]
+        offsets, sizes = coordinates(self.boxes.part(low, high))
+        names = tensors.names
+        keys = entry_keys(
+            (names[number], None if is_whole else at)
+            for number, is_whole, at in zip(numbers.tolist(), whole.tolist(), offsets, strict=True)
+        )
+        begin = self.start[rows] - room
+        end = begin + self.nbytes[rows]
+        return chunk_entries(
+            keys,
+            tensors.kinds,
+            tensors.kind[numbers].tolist(),
+            sizes,
+            begin.tolist(),
+            end.tolist(),
+        )
+
+
+def coordinates(boxes: Boxes) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Offsets and sizes of each box."""
+    start, offsets, sizes = boxes.start.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist()
+    return (
+        [tuple(offsets[low:high]) for low, high in pairwise(start)],
+        [tuple(sizes[low:high]) for low, high in pairwise(start)],
+    )
+
+
+def data_payload(
+    plan: FilePlan,
+    chunks: RankChunks,
+    values: bytes,
+    layout: DigestLayout,
+    metadata: Mapping[str, str],
+    content: ContentDigests,
+) -> Payload:
+    """A data file: header, chunks, their content digests, values."""
+    low, high = plan.first, plan.first + plan.count
+    entries = {}
+    if plan.count:
+        entries[CONTENT] = Entry("U8", (plan.values - plan.content,), plan.content, plan.values)
+    if plan.holds_values:
+        entries[VALUES] = Entry("U8", (len(values),), plan.values, layout.payload)
+    entries[DIGESTS] = _digest_entry(layout)
+    part = chunks.part(low, high)
+
+    def late() -> bytes:
+        digests = content.results()
+        table = np.empty((plan.count, CONTENT_KEY + digests.shape[1]), np.uint8)
+        table[:, :CONTENT_KEY] = part.start.astype("<u8").view(np.uint8).reshape(-1, CONTENT_KEY)
+        table[:, CONTENT_KEY:] = digests
+        return table.tobytes() + values
+
+    header = write_header(entries, metadata, plan.room, chunks.entries(low, high, plan.room))
+    return Payload(header, part, plan.content, late)
+
+
+def index_payload(
+    parts: IndexEntries, layout: DigestLayout, metadata: Mapping[str, str]
+) -> Payload:
+    """The index: header, columns."""
+    header = write_header({**parts.entries, DIGESTS: _digest_entry(layout)}, metadata, parts.room)
+    # An empty column lies nowhere.
+    kept = {key: column for key, column in parts.columns.items() if column.nbytes}
+    flat = [HostSource(column.reshape(-1).view(np.uint8)) for column in kept.values()]
+    chunks = Chunks(
+        np.array([parts.entries[key].start for key in kept], np.int64),
+        np.array([column.nbytes for column in kept.values()], np.int64),
+        np.ones(len(kept), np.int64),
+        lambda first, last: flat[first:last],
+    )
+    return Payload(header, chunks, layout.payload)
+
+
+def _digest_entry(layout: DigestLayout) -> Entry:
+    digests = layout.file_size - layout.payload
+    return Entry("U8", (digests,), layout.payload, layout.file_size)
