@@ -9,11 +9,11 @@ the module an array's class comes from and imported on first need: the core impo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import add
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from shardkeep.dtypes import DType
 from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
+    "Allocate",
     "ArrayAdapter",
     "ArrayForm",
     "ArrayParts",
@@ -36,10 +37,13 @@ __all__ = [
     "Source",
     "adapter_of",
     "region",
+    "settle_all",
     "source_parts",
 ]
 
 Bytes = npt.NDArray[np.uint8]
+Allocate: TypeAlias = Callable[[int], Bytes]
+"""Gives memory of that many bytes, whole pages."""
 
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
@@ -330,6 +334,13 @@ class ArrayAdapter(Protocol):
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Where loaded bytes go; allocates abstract targets on `device`."""
 
+    def settle(self, values: Sequence[Any]) -> Allocate | None:
+        """Wait until nothing computes with these arrays any more, on whatever device.
+
+        Returns how to make the memory that their elements are best copied through; None where any
+        memory will do.
+        """
+
     def is_composite(self, kind: type) -> bool:
         """Whether arrays of this type are stored as the arrays they are made of."""
 
@@ -395,6 +406,18 @@ def any_sets_shard_fields(values: Sequence[object]) -> bool:
     """Whether shard fields are set on one of these arrays itself, as on a plain torch tensor."""
     field = SHARD_FIELDS[0]
     return any(field in getattr(value, "__dict__", ()) for value in values)
+
+
+def settle_all(
+    adapters: Sequence[ArrayAdapter | None], values: Sequence[object]
+) -> Allocate | None:
+    """`settle` for the arrays of a state, each by its adapter."""
+    arrays: dict[int, tuple[ArrayAdapter, list[object]]] = {}
+    for adapter, value in zip(adapters, values, strict=True):
+        if adapter is not None:
+            arrays.setdefault(id(adapter), (adapter, []))[1].append(value)
+    answers = [adapter.settle(mine) for adapter, mine in arrays.values()]
+    return next((answer for answer in answers if answer is not None), None)
 
 
 def _adapter_in(module: str) -> ArrayAdapter:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from shardkeep import tree, values
-from shardkeep.arrays import LocalTarget, Sink
+from shardkeep.arrays import LocalTarget, Sink, settle_all
 from shardkeep.dtypes import Cast, DType, can_cast, lookup
 from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
@@ -98,6 +98,8 @@ class DefaultLoadPlanner(LoadPlanner):
             target = adapter.target(value, name, self.device)
             self._targets.append((name, target, number))
             self.results[number] = target.result
+        # What was allocated above is among the results; what is not a target does not matter.
+        self.buffers = settle_all(self._flat.adapters, self.results)
         items = self._read_items(value_names, value_dest)
         return LoadPlan(
             items,

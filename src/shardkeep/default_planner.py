@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 
 from shardkeep import tree, values
-from shardkeep.arrays import Source
+from shardkeep.arrays import Source, settle_all
 from shardkeep.columns import Boxes, Ints, order_by
 from shardkeep.global_plan import join_plans
 from shardkeep.holding import Holding, Look
@@ -76,6 +76,7 @@ class DefaultSavePlanner(SavePlanner):
         holding, structure = self._holding, self._holding.flat.structure
         names = structure.names
         holding.look_closely(self._place)
+        self.settle()
         self.encode_values()
         return SavePlan(holding.columns(names, self._place.rank), structure)
 
@@ -99,12 +100,18 @@ class DefaultSavePlanner(SavePlanner):
             self._holding.take_trace(state_dict)
         else:
             self._holding = found
+        self.settle()
         self.encode_values()
         return True
 
     def take_trace(self, state_dict: object) -> None:
         """Make the look remember the objects of this state, to recognise them later."""
         self._holding.take_trace(state_dict)
+
+    def settle(self) -> None:
+        """Wait until nothing computes with the arrays of this state any more."""
+        flat = self._holding.flat
+        self.buffers = settle_all(flat.adapters, flat.values)
 
     def encode_values(self) -> None:
         """Encode the plain values of this rank."""

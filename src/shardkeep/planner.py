@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Sink, Source
+from shardkeep.arrays import Allocate, Sink, Source
 from shardkeep.columns import Boxes, Ints, Rows
 from shardkeep.metadata import (
     ChunkStorageMetadata,
@@ -264,6 +264,9 @@ class SavePlanner(ABC):
         """What a reader must be able to do with this rank's values: `"pickle"`, or nothing."""
         return frozenset()
 
+    buffers: Allocate | None = None
+    """How to make the memory that elements are best copied through, where devices have a say."""
+
     @abstractmethod
     def set_up_planner(
         self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
@@ -289,6 +292,9 @@ class SavePlanner(ABC):
 
 class LoadPlanner(ABC):
     """Decides what each rank reads and where it goes."""
+
+    buffers: Allocate | None = None
+    """How to make the memory that elements are best copied through, where devices have a say."""
 
     @abstractmethod
     def set_up_planner(

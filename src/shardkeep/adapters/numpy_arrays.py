@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.arrays import (
+    Allocate,
     ArrayForm,
     ArrayParts,
     HostSink,
@@ -79,6 +80,10 @@ class NumpyArrays:
         dtype = _dtype_of(array, where)
         piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
         return LocalTarget(array.shape, dtype, (piece,), value)
+
+    def settle(self, values: Sequence[Array]) -> Allocate | None:
+        """Nothing computes behind numpy's back."""
+        return None
 
     def is_composite(self, kind: type) -> bool:
         """Never."""

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkeep.arrays import (
     SHARD_FIELDS,
+    Allocate,
     ArrayAdapter,
     ArrayForm,
     ArrayParts,
     LocalTarget,
     Source,
     library_adapter,
+    settle_all,
     source_parts,
 )
 from shardkeep.dtypes import DType
@@ -105,6 +107,11 @@ class ShardValues:
         shape, boxes = _boxes(value, inner.shape, where)
         pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         return LocalTarget(shape, inner.dtype, pieces, value)
+
+    def settle(self, values: Sequence[Any]) -> Allocate | None:
+        """Those of the local arrays."""
+        found = [_local(value, "") for value in values]
+        return settle_all([adapter for adapter, _ in found], [local for _, local in found])
 
     def is_composite(self, kind: type) -> bool:
         """Never: its boxes are boxes of one tensor."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardkeep.arrays import (
+    Allocate,
     ArrayAdapter,
     ArrayForm,
     ArrayParts,
@@ -15,6 +16,7 @@ from shardkeep.arrays import (
     SinkPiece,
     Source,
     adapter_of,
+    settle_all,
 )
 from shardkeep.dtypes import DType, lookup
 from shardkeep.errors import UnsupportedValueError
@@ -91,6 +93,11 @@ class ShardedArrays:
         same = all(a.array is b.array for a, b in zip(shards, value.local_shards, strict=True))
         result = value if same else replace(value, local_shards=tuple(shards))
         return LocalTarget(value.shape, lookup(value.dtype), pieces, result)
+
+    def settle(self, values: Sequence[ShardedArray]) -> Allocate | None:
+        """Those of the local arrays."""
+        arrays = [shard.array for value in values for shard in value.local_shards]
+        return settle_all([adapter_of(array) for array in arrays], arrays)
 
     def is_composite(self, kind: type) -> bool:
         """Never: its boxes are boxes of one tensor."""

@@ -30,6 +30,7 @@ from shardkeep.adapters.dtensor_layout import (
 from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
 from shardkeep.adapters.torch_tensors import properties_of
 from shardkeep.arrays import (
+    Allocate,
     ArrayForm,
     ArrayParts,
     LocalTarget,
@@ -90,6 +91,12 @@ class TorchDistributed:
         """Local tensors are filled in place; meta DTensors are allocated."""
         return _kind(value).target(value, where, device)
 
+    def settle(self, values: Sequence[Any]) -> Allocate | None:
+        """What the local tensors need."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        return TENSORS.settle([part for value in values for part in _kind(value).locals(value)])
+
     def is_composite(self, kind: type) -> bool:
         """Never: their boxes are boxes of one tensor."""
         return False
@@ -111,6 +118,8 @@ class _Kind(Protocol):
     def form(self, value: Any, where: str) -> ArrayForm: ...
 
     def sources(self, value: Any, where: str) -> Sequence[Source]: ...
+
+    def locals(self, value: Any) -> list[torch.Tensor]: ...
 
     def address(self, value: Any) -> int: ...
 
@@ -237,6 +246,10 @@ class _DTensors:
         regions = [here for _, here in spread.boxes]
         return source_parts(TENSORS.sources(local, where)[0], tuple(local.shape), regions)
 
+    def locals(self, value: Any) -> list[torch.Tensor]:
+        """Its local tensor."""
+        return [_local(value, "")]
+
     def address(self, value: Any) -> int:
         """That of the local tensor; where nothing is here, that of its storage."""
         local = _local(value, "")
@@ -352,6 +365,10 @@ class _ShardedTensors:
         """The tensors of its local shards."""
         return [TENSORS.sources(shard.tensor, where)[0] for shard in value.local_shards()]
 
+    def locals(self, value: Any) -> list[torch.Tensor]:
+        """Of all local shards."""
+        return [shard.tensor for shard in value.local_shards()]
+
     def address(self, value: Any) -> int:
         """That of the first local shard, if none of them is empty."""
         each = TENSORS.addresses([shard.tensor for shard in value.local_shards()])
@@ -400,6 +417,10 @@ class _AsyncTensors:
     def sources(self, value: Any, where: str) -> Sequence[Source]:
         """The tensor, once it is there."""
         return TENSORS.sources(value.trigger_wait(), where)
+
+    def locals(self, value: Any) -> list[torch.Tensor]:
+        """The tensor, once it is there."""
+        return [value.trigger_wait()]
 
     def address(self, value: Any) -> int:
         """Of the tensor, once it is there."""

@@ -9,7 +9,6 @@ its data pointer and is refused by name.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -18,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardkeep.adapters.torch_devices import DeviceSink, DeviceSource, pinned_memory
+from shardkeep.adapters.torch_memory import host_bits, tensor_of
 from shardkeep.arrays import (
+    Allocate,
     ArrayForm,
     ArrayParts,
-    Bytes,
     HostSink,
     HostSource,
     LocalTarget,
@@ -29,9 +30,8 @@ from shardkeep.arrays import (
     Sink,
     SinkPiece,
     Source,
-    region,
 )
-from shardkeep.boxes import flat_range_boxes, whole
+from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.metadata import TensorProperties
@@ -89,7 +89,7 @@ class TorchTensors:
         """Its memory, or what must be brought over from a device."""
         tensor, dtype = _checked(value, where)
         if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
-            return (HostSource(_host_bits(tensor, dtype)),)
+            return (HostSource(host_bits(tensor, dtype)),)
         return (DeviceSource(tensor.detach(), dtype),)
 
     def addresses(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
@@ -124,12 +124,21 @@ class TorchTensors:
         plain = tensor.detach()
         sink: Sink
         if plain.device.type == "cpu":
-            sink = HostSink(_host_bits(plain, dtype), dtype)
+            sink = HostSink(host_bits(plain, dtype), dtype)
         else:
             sink = DeviceSink(plain)
         shape = tuple(plain.shape)
         piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
+
+    def settle(self, values: Sequence[torch.Tensor]) -> Allocate | None:
+        """Wait for the devices; copies from and to them go through pinned memory."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return None
+        devices = {value.device for value in values if value.is_cuda}
+        for device in devices:
+            torch.cuda.synchronize(device)
+        return pinned_memory if devices else None
 
     def is_composite(self, kind: type) -> bool:
         """A wrapper subclass that can say what it is made of."""
@@ -149,7 +158,7 @@ class TorchTensors:
         """A tensor over the same memory."""
         if not dtype.torch:
             raise UnsupportedValueError(f"torch has no dtype {dtype.name}")
-        return _tensor_of(array, dtype)
+        return tensor_of(array, dtype)
 
 
 @cache
@@ -196,88 +205,12 @@ def _memory(tensor: torch.Tensor) -> Memory | None:
     return Memory(str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), strides, item)
 
 
-class _HostMemory:
-    """The memory of a tensor, as numpy asks for it.
-
-    Not by `Tensor.numpy()`, after which a tensor can never be resized again.
-    """
-
-    __slots__ = ("__array_interface__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, bits: np.dtype[Any]) -> None:
-        item = bits.itemsize
-        self.tensor = tensor
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple([step * item for step in tensor.stride()]),
-            "typestr": bits.str,
-        }
-
-
-def _host_bits(tensor: torch.Tensor, dtype: DType) -> Array:
-    """The same host memory as a numpy array of bits."""
-    bits = dtype.bits()
-    if tensor.numel() == 0:
-        return np.empty(tuple(tensor.shape), bits)
-    return np.asarray(_HostMemory(tensor, bits))
-
-
-def _tensor_of(array: Array, dtype: DType) -> torch.Tensor:
-    """A tensor over the memory of a contiguous array of bits."""
-    kind = getattr(torch, dtype.torch)
-    if dtype.itemsize == 16:
-        return torch.from_numpy(array.view(np.complex128))
-    signed = np.uint8 if dtype.itemsize == 1 else np.dtype(f"i{dtype.itemsize}")
-    return torch.from_numpy(array.view(signed)).view(kind)
-
-
 def _allocate(meta: torch.Tensor, device: object) -> torch.Tensor:
     place: Any = "cpu" if device is None else device
     made = torch.empty(meta.shape, dtype=meta.dtype, device=place)
     if isinstance(meta, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=meta.requires_grad)
     return made.requires_grad_(meta.requires_grad)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSource:
-    """Elements on an accelerator, or behind a lazy conjugate: brought over block by block."""
-
-    tensor: torch.Tensor
-    """Never copied as a whole."""
-    dtype: DType
-    """Element type."""
-
-    def read_into(self, start: int, stop: int, out: Bytes) -> None:
-        """Bring the elements to the host and copy their bits."""
-        tensor = self.tensor
-        at = 0
-        for offsets, sizes in flat_range_boxes(tuple(tensor.shape), start, stop):
-            part = tensor[region(offsets, sizes)].resolve_conj().resolve_neg()
-            host = part.contiguous().cpu()
-            bits = np.ascontiguousarray(_host_bits(host, self.dtype)).reshape(-1).view(np.uint8)
-            np.copyto(out[at : at + bits.size], bits)
-            at += bits.size
-
-    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DeviceSource:
-        """A view of a box."""
-        return DeviceSource(self.tensor[region(offsets, sizes)], self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSink:
-    """Memory on an accelerator; casts happen there."""
-
-    tensor: torch.Tensor
-    """The target."""
-
-    def put(self, offsets: tuple[int, ...], block: Array, dtype: DType) -> None:
-        """Send a block over; the host buffer is free again on return."""
-        source = _tensor_of(np.ascontiguousarray(block), dtype)
-        # A contiguous copy of a block without dimensions has one.
-        self.tensor[region(offsets, block.shape)].copy_(source.reshape(block.shape))
 
 
 ADAPTER = TorchTensors()

@@ -8,23 +8,20 @@ cannot wait for each other in a circle.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from shardkeep.arrays import Bytes
+from shardkeep.arrays import Allocate, Bytes
 from shardkeep.engine.digests import CONTENT_PIECE
+from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
 __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads"]
 
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
 LARGEST_UNIT = 8 << 20
-HUGE_PAGE = 2 << 20
 SHARE = 4 << 20
 """The least one thread can work with."""
 
@@ -74,25 +71,17 @@ def checked_budget(memory_budget: int | None, ranks_on_host: int = 1) -> int:
     return memory_budget
 
 
-def page_aligned(nbytes: int) -> Bytes:
-    """Memory of whole pages, huge ones where they help: direct I/O then moves it in few pieces."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
-    # More addresses than needed, to begin on a huge page; what is never touched costs no memory.
-    spare = HUGE_PAGE if nbytes >= HUGE_PAGE else 0
-    memory = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if spare and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    skip = -whole.__array_interface__["data"][0] % HUGE_PAGE if spare else 0
-    return whole[skip : skip + nbytes]
-
-
 class BufferPool:
     """Buffers of one size, aligned to pages, reused until the pool is closed."""
 
-    def __init__(self, budget: int, threads: int, block: int, largest: int = LARGEST_UNIT) -> None:
+    def __init__(
+        self,
+        budget: int,
+        threads: int,
+        block: int,
+        largest: int = LARGEST_UNIT,
+        allocate: Allocate = page_aligned,
+    ) -> None:
         """One buffer for each thread, a whole number of blocks, of `largest` bytes at most.
 
         A thread's share of the budget is its buffer, as much again for what a device or a cast
@@ -103,6 +92,7 @@ class BufferPool:
         room = min(largest, room)
         step = max(block, HUGE_PAGE) if room >= HUGE_PAGE else block
         self.unit = max(block, room // step * step)
+        self._allocate = allocate
         self._free: list[Bytes] = []
         self._made = 0
         self._ready = threading.Condition()
@@ -117,7 +107,7 @@ class BufferPool:
                 taken = self._free.pop()
             else:
                 self._made += 1
-                taken = page_aligned(self.unit)
+                taken = self._allocate(self.unit)
         try:
             yield taken
         finally:

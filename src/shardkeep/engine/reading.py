@@ -17,8 +17,9 @@ import numpy as np
 
 from shardkeep.arrays import Bytes, Sink
 from shardkeep.columns import Ints
-from shardkeep.engine.budget import BufferPool, page_aligned
+from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
+from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.units import Runs, Units, members_of, runs_of

@@ -12,11 +12,12 @@ from types import TracebackType
 
 import numpy as np
 
-from shardkeep.arrays import HostSource, Source
+from shardkeep.arrays import Allocate, HostSource, Source
 from shardkeep.columns import Boxes, Ints
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
+from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Behind
 from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
@@ -52,6 +53,7 @@ class FileWriter:
         *,
         budget: int,
         cores: int,
+        allocate: Allocate | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """`algorithm` and `block` are those of all files of the checkpoint.
@@ -66,6 +68,7 @@ class FileWriter:
         self._block = block
         self._budget = budget
         self._cores = cores
+        self._allocate = allocate
         self._pool: BufferPool | None = None
         self._behind = Behind()
 
@@ -114,9 +117,12 @@ class FileWriter:
     def _buffers(self, direct: bool) -> BufferPool:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
         if self._pool is None:
-            threads = min(MOST_THREADS, 2 * self._cores) if direct else self._cores
+            # Who waits for the disk, or for a device, needs no core meanwhile.
+            waits = direct or self._allocate is not None
+            threads = min(MOST_THREADS, 2 * self._cores) if waits else self._cores
             unit = DIRECT_UNIT if direct else BUFFERED_UNIT
-            self._pool = BufferPool(self._budget, threads, self._block, unit)
+            allocate = self._allocate or page_aligned
+            self._pool = BufferPool(self._budget, threads, self._block, unit, allocate)
         return self._pool
 
     def _finish(self, file: WriteFile) -> None:

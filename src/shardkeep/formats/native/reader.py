@@ -14,12 +14,13 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkeep.arrays import Sink
+from shardkeep.arrays import Allocate, Sink
 from shardkeep.columns import Boxes, Ints, starts
 from shardkeep.coordination import Coordinator
 from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
+from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions
@@ -293,7 +294,7 @@ class NativeReader(StorageReader):
     ) -> None:
         """Read what several ranks want once for all of them; `read_data` then reads the rest."""
         self._begun = read_shared(
-            lambda: self._reading(_items_of(plan), planner.sinks(_items_of(plan))),
+            lambda: self._planned_reading(plan, planner),
             coordinator,
             read_once,
             checked_budget(self.memory_budget, self.ranks_on_host),
@@ -304,7 +305,11 @@ class NativeReader(StorageReader):
         """Read the tensors of the plan, but for what `share_reads` has brought."""
         items = _items_of(plan)
         begun, self._begun = self._begun, None
-        return self._finish(items, begun or self._reading(items, planner.sinks(items)))
+        return self._finish(items, begun or self._planned_reading(plan, planner))
+
+    def _planned_reading(self, plan: LoadPlan, planner: LoadPlanner) -> Reading:
+        items = _items_of(plan)
+        return self._reading(items, planner.sinks(items), planner.buffers)
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""
@@ -319,7 +324,9 @@ class NativeReader(StorageReader):
         delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
         return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
 
-    def _reading(self, items: ReadItems, sink: Callable[[int], Sink]) -> Reading:
+    def _reading(
+        self, items: ReadItems, sink: Callable[[int], Sink], allocate: Allocate | None = None
+    ) -> Reading:
         """The regions of a plan, in the order of their places in files."""
         chunks = items.chunks
         assert chunks.file is not None
@@ -343,7 +350,7 @@ class NativeReader(StorageReader):
         self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = io_threads(self.ranks_on_host)
-        pool = BufferPool(budget, 2 * threads, self.record.block)
+        pool = BufferPool(budget, 2 * threads, self.record.block, allocate=allocate or page_aligned)
         return Reading(
             self.data_file,
             regions,

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from shardkeep.arrays import Allocate
 from shardkeep.engine.budget import checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
 from shardkeep.errors import (
@@ -226,7 +227,7 @@ class NativeWriter(StorageWriter):
         plans, disk_order, start = decode_rank_layout(plan.storage_data)
         chunks = RankChunks(items, disk_order, start, planner)
         features = sorted(planner.features)
-        with self._file_writer() as files:
+        with self._file_writer(planner.buffers) as files:
             results = [
                 self._write_file(files, plan, chunks, _values_of(plan, items, planner), features)
                 for plan in plans
@@ -237,13 +238,14 @@ class NativeWriter(StorageWriter):
                 self._store.sync_directory(DATA)
         return results
 
-    def _file_writer(self) -> FileWriter:
+    def _file_writer(self, allocate: Allocate | None = None) -> FileWriter:
         return FileWriter(
             self._store,
             self._algorithm,
             self.block,
             budget=checked_budget(self.memory_budget, self.ranks_on_host),
             cores=io_threads(self.ranks_on_host),
+            allocate=allocate,
             progress=self.progress,
         )
 
