@@ -75,7 +75,7 @@ def written(file, head, arrays, values, block, pool, stats=None):
         layout,
         pool=pool,
         algorithm=XXH3,
-        cores=pool.threads,
+        threads=pool.threads,
         content=content,
         stats=stats,
     )

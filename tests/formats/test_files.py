@@ -167,3 +167,37 @@ def test_only_large_files_ask_for_direct_io(tmp_path, monkeypatch, nbytes, asked
     shardkeep.save({"x": np.ones(nbytes, np.uint8)}, tmp_path / "c")
     assert len(calls) == asked
     assert shardkeep.verify(tmp_path / "c").ok
+
+
+def test_a_full_disk_at_one_file_ends_the_others(tmp_path, monkeypatch):
+    """Files are written side by side; the error is that of the one that failed, and soon there."""
+    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    written = []
+    real = WriteFile.write_at
+
+    def write_at(self, data, offset):
+        if self.path.name.endswith("-r00000-2.safetensors"):
+            raise OSError(errno.ENOSPC, "no space left")
+        written.append(self.path.name)
+        real(self, data, offset)
+
+    large = {f"t{i}": np.full(3 << 20, i, np.float32) for i in range(8)}
+    before = held()
+    limits = Limits(payload=13 << 20)
+    used = NativeWriter(tmp_path / "c", limits=limits, memory_budget=32 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteFile, "write_at", write_at)
+        with pytest.raises(StorageError, match="no space left") as caught:
+            shardkeep.save(large, tmp_path / "c", storage_writer=used)
+    assert caught.value.__cause__.errno == errno.ENOSPC
+    assert held() == before
+    assert len(set(written)) < 8
+    assert not list((tmp_path / "c").rglob("*-r00000-*"))
+    shardkeep.save(large, tmp_path / "c", storage_writer=NativeWriter(limits=limits))
+    assert shardkeep.verify(tmp_path / "c").ok
+
+
+def test_a_rank_with_much_to_write_has_several_files():
+    assert Limits().payload_of(900 << 20) == 1 << 30
+    assert Limits().payload_of(16 << 30) == 2 << 30
+    assert Limits().payload_of(1 << 40) == 16 << 30

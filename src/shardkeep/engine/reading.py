@@ -31,6 +31,8 @@ __all__ = ["READ_STATS", "Reading"]
 
 PIECE = 256 << 10
 """Bytes that stay in a core's cache between the steps that touch them."""
+LARGE_PIECE = 2 << 20
+"""Bytes read at once into a buffer, from which they are copied on: fewer calls, more threads."""
 
 SAMPLES = 4
 """Units that are asked for whether the file is in memory, before any is read."""
@@ -83,6 +85,7 @@ class Reading:
         self.files = files
         self.block = block
         self.piece = max(block, PIECE // block * block)
+        self.large_piece = max(block, LARGE_PIECE // block * block)
         self.pool = pool
         self.threads = threads
         self.progress = progress
@@ -239,7 +242,8 @@ class _Unit:
 
     def pieces(self, begin: int, end: int, memory: Bytes | None, cold: bool) -> None:
         """Bring the blocks [begin, end) into memory, or into the buffer, and check them."""
-        file, size, block = self.file, self.reading.piece, self.reading.block
+        file, block = self.file, self.reading.block
+        size = self.reading.piece if memory is not None else self.reading.large_piece
         for at in range(begin, end, size):
             stop = min(at + size, end)
             part = self.data[at - self.low : stop - self.low]

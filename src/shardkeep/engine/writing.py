@@ -105,18 +105,17 @@ def write_file(
     *,
     pool: BufferPool,
     algorithm: Algorithm,
-    cores: int = 1,
+    threads: int = 1,
     content: ContentDigests | None = None,
     stats: WriteStats | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> bytes:
     """Write all of a new file, for which space has been allocated; returns its root digest.
 
-    Nothing is synced. There are at most `cores` threads where they copy into the page cache; where
-    they wait for the disk, as many as the pool has buffers for.
+    Nothing is synced. What `progress` raises, which is called after every unit, ends the writing.
     """
     stats = WriteStats() if stats is None else stats
-    writer = _FileWriter(file, payload, layout, pool, algorithm, cores, content, stats, progress)
+    writer = _FileWriter(file, payload, layout, pool, algorithm, threads, content, stats, progress)
     root = writer.run()
     stats.add(written_files=1, written_bytes=layout.file_size, direct_files=int(file.direct))
     return root
@@ -132,7 +131,7 @@ class _FileWriter:
         layout: DigestLayout,
         pool: BufferPool,
         algorithm: Algorithm,
-        cores: int,
+        threads: int,
         content: ContentDigests | None,
         stats: WriteStats,
         progress: Callable[[int], None] | None,
@@ -142,7 +141,7 @@ class _FileWriter:
         self._layout = layout
         self._pool = pool
         self._algorithm = algorithm
-        self._cores = cores
+        self._most = threads
         self._content = content
         self._stats = stats
         self._progress = progress
@@ -169,9 +168,7 @@ class _FileWriter:
         chunks, end = self._payload.chunks, self._payload.late_start
         if end <= self._pool.unit or end < len(chunks.start) * SMALL:
             return 1  # small chunks are work for the interpreter, which runs one thread at a time
-        if self._file.direct:
-            return self._pool.threads  # most of them wait for the disk
-        return min(self._pool.threads, self._cores)
+        return min(self._pool.threads, self._most)
 
     def _strips(self, end: int, threads: int) -> Sequence[tuple[int, int]]:
         """Cut what comes before `end` into runs of units, several for every thread."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.pages import page_aligned
-from shardkeep.engine.parallel import Behind
+from shardkeep.engine.parallel import Behind, run_in_order
 from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
@@ -36,11 +37,15 @@ DIRECT_UNIT = 2 << 20
 BUFFERED_UNIT = 4 << 20
 """Most bytes of a write into the page cache, where the file's lock is taken each time."""
 MOST_THREADS = 4
-"""However many cores there are: disks gain nothing from more."""
+"""At one file, however many cores there are: disks gain nothing from more."""
+
+
+class Abandoned(Exception):
+    """Another file could not be written, so this one need not be."""
 
 
 class FileWriter:
-    """Writes files under one budget; each is synced while the next one is written.
+    """Writes files under one budget: several at a time, or each synced behind the next.
 
     As a context: on leaving it all files are durable and closed, or the error is raised.
     """
@@ -70,6 +75,9 @@ class FileWriter:
         self._cores = cores
         self._allocate = allocate
         self._pool: BufferPool | None = None
+        self._lock = threading.Lock()
+        self._lanes = 1
+        self._failed: BaseException | None = None
         self._behind = Behind()
 
     def __enter__(self) -> FileWriter:
@@ -82,6 +90,34 @@ class FileWriter:
             self._behind.wait()
         else:
             self._behind.give_up()
+
+    def run(self, count: int, write: Callable[[int], None]) -> None:
+        """Call `write(number)` for so many files. A file has a lock, so each gets a thread."""
+        self._lanes = max(1, min(count, self._cores))
+        if self._lanes == 1:
+            for number in range(count):
+                write(number)
+            return
+
+        def lane(number: int) -> None:
+            try:
+                write(number)
+            except BaseException as error:
+                if self._failed is None:
+                    self._failed = error
+                raise
+
+        try:
+            run_in_order(range(count), lane, self._lanes)
+        except Abandoned:
+            assert self._failed is not None
+            raise self._failed from None
+
+    def _check_wanted(self, nbytes: int) -> None:
+        if self._failed is not None:
+            raise Abandoned
+        if self._progress is not None:
+            self._progress(nbytes)
 
     def write(
         self,
@@ -103,26 +139,34 @@ class FileWriter:
                     layout,
                     pool=self._buffers(layout.file_size >= DIRECT_FROM and file.begin_direct()),
                     algorithm=self._algorithm,
-                    cores=self._cores,
+                    threads=self._threads(file.direct),
                     content=content,
                     stats=self.stats,
-                    progress=self._progress,
+                    progress=self._check_wanted,
                 )
             except BaseException:
                 _close_quietly(file)
                 raise
-        self._behind.run(partial(self._finish, file))
+        if self._lanes == 1:
+            self._behind.run(partial(self._finish, file))
+        else:
+            self._finish(file)
         return root.hex()
+
+    def _threads(self, direct: bool) -> int:
+        """For one file. Who waits for the disk, or for a device, needs no core meanwhile."""
+        waits = direct or self._allocate is not None
+        every = min(MOST_THREADS, 2 * self._cores) if waits else min(MOST_THREADS, self._cores)
+        return max(1, every // self._lanes)
 
     def _buffers(self, direct: bool) -> BufferPool:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
-        if self._pool is None:
-            # Who waits for the disk, or for a device, needs no core meanwhile.
-            waits = direct or self._allocate is not None
-            threads = min(MOST_THREADS, 2 * self._cores) if waits else self._cores
-            unit = DIRECT_UNIT if direct else BUFFERED_UNIT
-            allocate = self._allocate or page_aligned
-            self._pool = BufferPool(self._budget, threads, self._block, unit, allocate)
+        with self._lock:
+            if self._pool is None:
+                threads = self._lanes * self._threads(direct)
+                unit = DIRECT_UNIT if direct else BUFFERED_UNIT
+                allocate = self._allocate or page_aligned
+                self._pool = BufferPool(self._budget, threads, self._block, unit, allocate)
         return self._pool
 
     def _finish(self, file: WriteFile) -> None:

@@ -29,8 +29,16 @@ class Limits:
 
     payload: int = 16 << 30
     """Most bytes of chunks in one file, unless a single chunk is larger."""
+    together: int = 8
+    """Into how many files of equal size a rank's chunks go, to be written at the same time."""
+    least: int = 1 << 30
+    """Bytes below which a file is not cut for that."""
     header: int = 8 << 20
     """Most bytes of header."""
+
+    def payload_of(self, nbytes: int) -> int:
+        """Most bytes of chunks in one file of a rank that has so many."""
+        return min(self.payload, max(self.least, -(-nbytes // self.together)))
 
 
 class FilePlan(msgspec.Struct, frozen=True):
@@ -142,8 +150,9 @@ def _cut(
         return [(low, stop)]
     out = []
     at = low
+    payload = limits.payload_of(int(ends[stop - 1] - begins[low]))
     while at < stop:
-        by_bytes = int(np.searchsorted(ends[at:stop], begins[at] + limits.payload, "right"))
+        by_bytes = int(np.searchsorted(ends[at:stop], begins[at] + payload, "right"))
         before = text[at - 1] if at else 0
         by_text = int(np.searchsorted(text[at:stop], before + limits.header, "right"))
         end = at + max(1, min(by_bytes, by_text))

@@ -227,11 +227,15 @@ class NativeWriter(StorageWriter):
         plans, disk_order, start = decode_rank_layout(plan.storage_data)
         chunks = RankChunks(items, disk_order, start, planner)
         features = sorted(planner.features)
+        results: list[WriteResult] = [None] * len(plans)  # type: ignore[list-item]
         with self._file_writer(planner.buffers) as files:
-            results = [
-                self._write_file(files, plan, chunks, _values_of(plan, items, planner), features)
-                for plan in plans
-            ]
+
+            def write(number: int) -> None:
+                file = plans[number]
+                values = _values_of(file, items, planner)
+                results[number] = self._write_file(files, file, chunks, values, features)
+
+            files.run(len(plans), write)
         self.stats = files.stats.as_dict()
         if plans:
             with storage_errors(f"syncing {self._store.root / DATA}"):
