@@ -404,8 +404,9 @@ def adapter_of(value: object) -> ArrayAdapter | None:
 
 def any_sets_shard_fields(values: Sequence[object]) -> bool:
     """Whether shard fields are set on one of these arrays itself, as on a plain torch tensor."""
+    # Not by looking into `__dict__`: asked for it, every tensor would get one.
     field = SHARD_FIELDS[0]
-    return any(field in getattr(value, "__dict__", ()) for value in values)
+    return any(getattr(value, field, None) is not None for value in values)
 
 
 def settle_all(

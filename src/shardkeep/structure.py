@@ -105,6 +105,15 @@ def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
             _dotted_names(child, f"{prefix}{text}.", names)
 
 
+def _add_key_types(node: Node, found: set[type]) -> None:
+    if type(node) is not int:
+        if node[1] is not None:
+            found.update(map(type, node[1]))
+        for child in node[2]:
+            if type(child) is not int:
+                _add_key_types(child, found)
+
+
 def _check_lengths(names: Sequence[str], paths: Sequence[Path]) -> None:
     for name, path in zip(names, paths, strict=True):
         size = len(name.encode())
@@ -137,7 +146,7 @@ class Structure:
         self._names: list[str] | None = None
         self._paths: list[Path] | None = None
         self._kinds: list[int] = []
-        self._key_types: set[type] = set()
+        self._key_types: set[type] | None = None
 
     @property
     def paths(self) -> list[Path]:
@@ -159,9 +168,11 @@ class Structure:
         """Name of each leaf, in order; see `unique_names`."""
         if self._names is None:
             names: list[str] = []
-            if type(self.root) is not int:
+            if type(self.root) is int:
+                names = unique_names(self.paths)
+            else:
                 _dotted_names(self.root, "", names)
-            if len(set(names)) < len(self.paths):
+            if len(set(names)) < len(names):
                 names = unique_names(self.paths)
             if max(map(len, names), default=0) > MAX_NAME_BYTES // 4:
                 _check_lengths(names, self.paths)
@@ -171,8 +182,13 @@ class Structure:
     @property
     def has_simple_keys(self) -> bool:
         """Whether every key is text, a number or None, whose names no version will change."""
-        assert self.paths is not None
-        return self._key_types <= {str, int, bool, type(None)}
+        return self._all_key_types() <= {str, int, bool, type(None)}
+
+    def _all_key_types(self) -> set[type]:
+        if self._key_types is None:
+            self._key_types = set()
+            _add_key_types(self.root, self._key_types)
+        return self._key_types
 
     def take_names(self, names: list[str]) -> None:
         """Use stored names in place of those that would follow from the paths."""
@@ -185,8 +201,6 @@ class Structure:
             self._kinds.append(node)
             return
         kind, keys, children, _ = node
-        if keys is not None:
-            self._key_types.update(map(type, keys))
         for key, child in zip(
             keys if kind in _KEYED else range(len(children)), children, strict=True
         ):
@@ -198,8 +212,7 @@ class Structure:
 
     def encode(self) -> bytes:
         """As msgpack; keys that msgpack cannot tell apart are wrapped."""
-        assert self.paths is not None  # whoever encodes has asked for the names before
-        plain = self._key_types <= _PLAIN_KEYS
+        plain = self._all_key_types() <= _PLAIN_KEYS
         return msgspec.msgpack.encode(self.root if plain else _wire(self.root))
 
     @classmethod

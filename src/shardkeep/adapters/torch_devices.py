@@ -52,9 +52,11 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     stream = streams.get(device)
     if stream is None:
         stream = streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()  # also after an error: nobody may use the buffer before
 
 
 @dataclass(frozen=True, slots=True)
