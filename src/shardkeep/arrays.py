@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import add
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from shardkeep.dtypes import DType
 from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
-    "Allocate",
     "ArrayAdapter",
     "ArrayForm",
     "ArrayParts",
@@ -35,6 +34,9 @@ __all__ = [
     "Sink",
     "SinkPiece",
     "Source",
+    "StagedSink",
+    "StagedSource",
+    "Staging",
     "adapter_of",
     "region",
     "settle_all",
@@ -42,8 +44,16 @@ __all__ = [
 ]
 
 Bytes = npt.NDArray[np.uint8]
-Allocate: TypeAlias = Callable[[int], Bytes]
-"""Gives memory of that many bytes, whole pages."""
+
+
+class Staging(Protocol):
+    """How elements on a device travel: through which memory, and when they have arrived."""
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Memory of whole pages that the device copies from and to."""
+
+    def fence(self) -> Callable[[], None]:
+        """A wait, to be called on any thread, for the copies that this thread has begun so far."""
 
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:
@@ -59,6 +69,14 @@ class Source(Protocol):
 
     def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
         """A box of these elements, as a source of its own."""
+
+
+@runtime_checkable
+class StagedSource(Source, Protocol):
+    """Elements on a device, which bring themselves over while something else is done."""
+
+    def begin_read(self, start: int, stop: int, out: Bytes) -> None:
+        """`read_into`, but only begun; `Staging.fence` says when it is done."""
 
 
 def source_parts(
@@ -79,6 +97,16 @@ class Sink(Protocol):
 
         `block` has the bits of `dtype`. May be called from any thread.
         """
+
+
+@runtime_checkable
+class StagedSink(Sink, Protocol):
+    """Memory on a device, to which elements travel while something else is done."""
+
+    def begin_put(
+        self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType
+    ) -> None:
+        """`put`, but only begun: `block` must not change before `Staging.fence` says so."""
 
 
 TILE = 64
@@ -177,6 +205,13 @@ class PartSink:
     def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
         """Hand on, with offsets counted from the start of the larger sink."""
         self.sink.put(tuple(map(add, self.offsets, offsets)), block, dtype)
+
+    def begin_put(
+        self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType
+    ) -> None:
+        """Hand on, begun only where the larger sink can."""
+        begin = self.sink.begin_put if isinstance(self.sink, StagedSink) else self.sink.put
+        begin(tuple(map(add, self.offsets, offsets)), block, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,11 +369,10 @@ class ArrayAdapter(Protocol):
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Where loaded bytes go; allocates abstract targets on `device`."""
 
-    def settle(self, values: Sequence[Any]) -> Allocate | None:
+    def settle(self, values: Sequence[Any]) -> Staging | None:
         """Wait until nothing computes with these arrays any more, on whatever device.
 
-        Returns how to make the memory that their elements are best copied through; None where any
-        memory will do.
+        Returns how their elements are best copied; None where they are in host memory.
         """
 
     def is_composite(self, kind: type) -> bool:
@@ -409,9 +443,7 @@ def any_sets_shard_fields(values: Sequence[object]) -> bool:
     return any(getattr(value, field, None) is not None for value in values)
 
 
-def settle_all(
-    adapters: Sequence[ArrayAdapter | None], values: Sequence[object]
-) -> Allocate | None:
+def settle_all(adapters: Sequence[ArrayAdapter | None], values: Sequence[object]) -> Staging | None:
     """`settle` for the arrays of a state, each by its adapter."""
     arrays: dict[int, tuple[ArrayAdapter, list[object]]] = {}
     for adapter, value in zip(adapters, values, strict=True):

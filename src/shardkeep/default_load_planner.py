@@ -99,7 +99,7 @@ class DefaultLoadPlanner(LoadPlanner):
             self._targets.append((name, target, number))
             self.results[number] = target.result
         # What was allocated above is among the results; what is not a target does not matter.
-        self.buffers = settle_all(self._flat.adapters, self.results)
+        self.staging = settle_all(self._flat.adapters, self.results)
         items = self._read_items(value_names, value_dest)
         return LoadPlan(
             items,

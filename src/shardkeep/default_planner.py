@@ -111,7 +111,7 @@ class DefaultSavePlanner(SavePlanner):
     def settle(self) -> None:
         """Wait until nothing computes with the arrays of this state any more."""
         flat = self._holding.flat
-        self.buffers = settle_all(flat.adapters, flat.values)
+        self.staging = settle_all(flat.adapters, flat.values)
 
     def encode_values(self) -> None:
         """Encode the plain values of this rank."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Allocate, Sink, Source
+from shardkeep.arrays import Sink, Source, Staging
 from shardkeep.columns import Boxes, Ints, Rows
 from shardkeep.metadata import (
     ChunkStorageMetadata,
@@ -264,8 +264,8 @@ class SavePlanner(ABC):
         """What a reader must be able to do with this rank's values: `"pickle"`, or nothing."""
         return frozenset()
 
-    buffers: Allocate | None = None
-    """How to make the memory that elements are best copied through, where devices have a say."""
+    staging: Staging | None = None
+    """How elements are best copied, where some are on a device."""
 
     @abstractmethod
     def set_up_planner(
@@ -293,8 +293,8 @@ class SavePlanner(ABC):
 class LoadPlanner(ABC):
     """Decides what each rank reads and where it goes."""
 
-    buffers: Allocate | None = None
-    """How to make the memory that elements are best copied through, where devices have a say."""
+    staging: Staging | None = None
+    """How elements are best copied, where some are on a device."""
 
     @abstractmethod
     def set_up_planner(

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.arrays import (
-    Allocate,
     ArrayForm,
     ArrayParts,
     HostSink,
@@ -19,6 +18,7 @@ from shardkeep.arrays import (
     Memory,
     SinkPiece,
     Source,
+    Staging,
 )
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
@@ -81,7 +81,7 @@ class NumpyArrays:
         piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
         return LocalTarget(array.shape, dtype, (piece,), value)
 
-    def settle(self, values: Sequence[Array]) -> Allocate | None:
+    def settle(self, values: Sequence[Array]) -> Staging | None:
         """Nothing computes behind numpy's back."""
         return None
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkeep.arrays import (
     SHARD_FIELDS,
-    Allocate,
     ArrayAdapter,
     ArrayForm,
     ArrayParts,
     LocalTarget,
     Source,
+    Staging,
     library_adapter,
     settle_all,
     source_parts,
@@ -108,7 +108,7 @@ class ShardValues:
         pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         return LocalTarget(shape, inner.dtype, pieces, value)
 
-    def settle(self, values: Sequence[Any]) -> Allocate | None:
+    def settle(self, values: Sequence[Any]) -> Staging | None:
         """Those of the local arrays."""
         found = [_local(value, "") for value in values]
         return settle_all([adapter for adapter, _ in found], [local for _, local in found])

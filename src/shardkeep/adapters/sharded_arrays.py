@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardkeep.arrays import (
-    Allocate,
     ArrayAdapter,
     ArrayForm,
     ArrayParts,
     LocalTarget,
     SinkPiece,
     Source,
+    Staging,
     adapter_of,
     settle_all,
 )
@@ -94,7 +94,7 @@ class ShardedArrays:
         result = value if same else replace(value, local_shards=tuple(shards))
         return LocalTarget(value.shape, lookup(value.dtype), pieces, result)
 
-    def settle(self, values: Sequence[ShardedArray]) -> Allocate | None:
+    def settle(self, values: Sequence[ShardedArray]) -> Staging | None:
         """Those of the local arrays."""
         arrays = [shard.array for value in values for shard in value.local_shards]
         return settle_all([adapter_of(array) for array in arrays], arrays)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,38 +25,61 @@ from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import DType
 from shardkeep.engine.pages import page_aligned
 
-__all__ = ["DeviceSink", "DeviceSource", "pinned_memory"]
+__all__ = ["PINNED", "DeviceSink", "DeviceSource", "PinnedStaging"]
 
 _of_thread = threading.local()
 
 
-def pinned_memory(nbytes: int) -> Bytes:
-    """Whole pages that devices copy from and to directly; plain memory where that is refused."""
-    memory = page_aligned(nbytes)
-    address = memory.__array_interface__["data"][0]
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
-        # Let go of before the memory is: the array that owns it is the last to go.
-        owner = memory if memory.base is None else memory.base
-        weakref.finalize(owner, runtime.cudaHostUnregister, address)
-    return memory
+class PinnedStaging:
+    """Copies between devices and registered host memory, begun by one thread after the other."""
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """Whole pages that devices copy from and to directly; plain ones where that is refused."""
+        memory = page_aligned(nbytes)
+        address = memory.__array_interface__["data"][0]
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
+            # Let go of before the memory is: the array that owns it is the last to go.
+            owner = memory if memory.base is None else memory.base
+            weakref.finalize(owner, runtime.cudaHostUnregister, address)
+        return memory
+
+    def fence(self) -> Callable[[], None]:
+        """Behind all that this thread has begun."""
+        events = [stream.record_event() for stream in _streams().values()]
+
+        def wait() -> None:
+            for event in events:
+                event.synchronize()
+
+        return wait
+
+
+PINNED = PinnedStaging()
+
+
+def _streams() -> dict[torch.device, torch.cuda.Stream]:
+    """Of this thread, one for each device it has copied from or to."""
+    found: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
+    return found
 
 
 @contextlib.contextmanager
 def _own_stream(device: torch.device) -> Iterator[None]:
-    """Copies inside run beside everything else on the device, and are done on leaving."""
+    """Copies inside run beside everything else on the device."""
     if device.type != "cuda":
         yield
         return
-    streams: dict[torch.device, torch.cuda.Stream] = _of_thread.__dict__.setdefault("streams", {})
-    stream = streams.get(device)
-    if stream is None:
-        stream = streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    try:
-        with torch.cuda.stream(stream):
-            yield
-    finally:
-        stream.synchronize()  # also after an error: nobody may use the buffer before
+    streams = _streams()
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(streams[device]):
+        yield
+
+
+def _finish_copies() -> None:
+    for stream in _streams().values():
+        stream.synchronize()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +93,13 @@ class DeviceSource:
 
     def read_into(self, start: int, stop: int, out: Bytes) -> None:
         """Bring the elements to the host and copy their bits."""
+        try:
+            self.begin_read(start, stop, out)
+        finally:
+            _finish_copies()  # also after an error: nobody may use the memory before
+
+    def begin_read(self, start: int, stop: int, out: Bytes) -> None:
+        """Contiguous elements come while something else is done; others are there on return."""
         tensor = self.tensor
         with _own_stream(tensor.device):
             if tensor.is_cuda and tensor.is_contiguous() and not _is_lazy(tensor):
@@ -103,8 +133,20 @@ class DeviceSink:
 
     def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
         """Send a block over; the host buffer is free again on return."""
-        source = tensor_of(np.ascontiguousarray(block), dtype)
-        # A contiguous copy of a block without dimensions has one.
+        try:
+            self.begin_put(offsets, block, dtype)
+        finally:
+            _finish_copies()
+
+    def begin_put(
+        self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType
+    ) -> None:
+        """A contiguous block travels while something else is done; others are there on return."""
+        flat = np.ascontiguousarray(block)
         place = self.tensor[region(offsets, block.shape)]
         with _own_stream(place.device):
-            place.copy_(source.reshape(block.shape), non_blocking=True)
+            # A contiguous copy of a block without dimensions has one.
+            source = tensor_of(flat, dtype).reshape(block.shape)
+            place.copy_(source, non_blocking=True)
+            if flat is not block or source.dtype != place.dtype:
+                _finish_copies()  # by way of memory of its own, which goes on return

@@ -30,12 +30,12 @@ from shardkeep.adapters.dtensor_layout import (
 from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
 from shardkeep.adapters.torch_tensors import properties_of
 from shardkeep.arrays import (
-    Allocate,
     ArrayForm,
     ArrayParts,
     LocalTarget,
     SinkPiece,
     Source,
+    Staging,
     source_parts,
 )
 from shardkeep.dtypes import DType, lookup
@@ -91,7 +91,7 @@ class TorchDistributed:
         """Local tensors are filled in place; meta DTensors are allocated."""
         return _kind(value).target(value, where, device)
 
-    def settle(self, values: Sequence[Any]) -> Allocate | None:
+    def settle(self, values: Sequence[Any]) -> Staging | None:
         """What the local tensors need."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None

@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.adapters.torch_devices import DeviceSink, DeviceSource, pinned_memory
+from shardkeep.adapters.torch_devices import PINNED, DeviceSink, DeviceSource
 from shardkeep.adapters.torch_memory import host_bits, tensor_of
 from shardkeep.arrays import (
-    Allocate,
     ArrayForm,
     ArrayParts,
     HostSink,
@@ -30,6 +29,7 @@ from shardkeep.arrays import (
     Sink,
     SinkPiece,
     Source,
+    Staging,
 )
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
@@ -131,14 +131,14 @@ class TorchTensors:
         piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
 
-    def settle(self, values: Sequence[torch.Tensor]) -> Allocate | None:
+    def settle(self, values: Sequence[torch.Tensor]) -> Staging | None:
         """Wait for the devices; copies from and to them go through pinned memory."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         devices = {value.device for value in values if value.is_cuda}
         for device in devices:
             torch.cuda.synchronize(device)
-        return pinned_memory if devices else None
+        return PINNED if devices else None
 
     def is_composite(self, kind: type) -> bool:
         """A wrapper subclass that can say what it is made of."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shardkeep.arrays import Allocate, Bytes
+from shardkeep.arrays import Bytes, Staging
 from shardkeep.engine.digests import CONTENT_PIECE
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
@@ -80,7 +81,7 @@ class BufferPool:
         threads: int,
         block: int,
         largest: int = LARGEST_UNIT,
-        allocate: Allocate = page_aligned,
+        staging: Staging | None = None,
     ) -> None:
         """One buffer for each thread, a whole number of blocks, of `largest` bytes at most.
 
@@ -92,25 +93,48 @@ class BufferPool:
         room = min(largest, room)
         step = max(block, HUGE_PAGE) if room >= HUGE_PAGE else block
         self.unit = max(block, room // step * step)
-        self._allocate = allocate
-        self._free: list[Bytes] = []
+        self.staging = staging
+        self._allocate = page_aligned if staging is None else staging.allocate
+        self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0
         self._ready = threading.Condition()
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[Bytes]:
         """Take one buffer; waits while all are taken."""
-        with self._ready:
-            while not self._free and self._made >= self.threads:
-                self._ready.wait()
-            if self._free:
-                taken = self._free.pop()
-            else:
-                self._made += 1
-                taken = self._allocate(self.unit)
+        taken = self.take()
+        assert taken is not None
         try:
             yield taken
         finally:
-            with self._ready:
-                self._free.append(taken)
-                self._ready.notify()
+            self.give(taken)
+
+    def take(self, *, wait: bool = True) -> Bytes | None:
+        """One buffer that nothing copies from or to; None if none is free, without `wait`."""
+        with self._ready:
+            while not self._free and self._made >= self.threads:
+                if not wait:
+                    return None
+                self._ready.wait()
+            if not self._free or (self._made < self.threads and self.staging is not None):
+                self._made += 1
+                return self._allocate(self.unit)
+            # Of buffers that a device still reads, the one given back first is done first.
+            taken, done = self._free.pop() if self.staging is None else self._free.popleft()
+        if done is not None:
+            done()
+        return taken
+
+    def give(self, buffer: Bytes) -> None:
+        """Give a buffer back, with what was begun with it on this thread."""
+        done = None if self.staging is None else self.staging.fence()
+        with self._ready:
+            self._free.append((buffer, done))
+            self._ready.notify()
+
+    def drain(self) -> None:
+        """Wait for everything that was begun with buffers given back."""
+        with self._ready:
+            waits = [done for _, done in self._free if done is not None]
+        for done in waits:
+            done()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSink, Sink
+from shardkeep.arrays import Bytes, HostSink, Sink, StagedSink
 from shardkeep.boxes import flat_range_boxes, strides
 from shardkeep.columns import Column
 from shardkeep.dtypes import DType
@@ -20,8 +20,14 @@ __all__ = ["Delivery"]
 class Delivery:
     """Copies regions into their sinks; from any thread."""
 
-    def __init__(self, regions: Regions, spans: Spans, sinks: Callable[[int], Sink]) -> None:
-        """`sinks(number)` gives the sink of that number."""
+    def __init__(
+        self, regions: Regions, spans: Spans, sinks: Callable[[int], Sink], *, staged: bool = False
+    ) -> None:
+        """`sinks(number)` gives the sink of that number.
+
+        With `staged`, buffers go back to a pool that waits for what was begun with them.
+        """
+        self._staged = staged
         self._regions = regions
         self._sinks = sinks
         self._low = spans.low
@@ -57,13 +63,18 @@ class Delivery:
         if begin == low and end == int(self._high[row]):
             steps = tuple(step * dtype.itemsize for step in strides(shape))
             block = np.ndarray(size, self._bits[kind], data, low - base, steps)
-            sink.put(dest, block, dtype)
+            self._begin_put(sink)(dest, block, dtype)
             return
         first = int(regions.start[row])
         a, b = (begin - first) // dtype.itemsize, (end - first) // dtype.itemsize
         elements = data[begin - base : end - base].view(self._bits[kind])
         offsets = tuple(regions.stored.offsets[part].tolist())
-        _put_part(shape, offsets, size, dest, (a, b), elements, sink, dtype)
+        put = self._begin_put(sink)
+        _put_part(shape, offsets, size, dest, (a, b), elements, put, dtype)
+
+    def _begin_put(self, sink: Sink) -> Callable[[tuple[int, ...], Column, DType], None]:
+        staged = self._staged and isinstance(sink, StagedSink)
+        return sink.begin_put if staged else sink.put  # type: ignore[attr-defined]
 
     def put_many(self, rows: Column, data: Bytes, base: int) -> None:
         """Copy the part that each of these regions has in `data`; many of them, and small."""
@@ -110,7 +121,7 @@ def _put_part(
     dest: tuple[int, ...],
     span: tuple[int, int],
     elements: Column,
-    sink: Sink,
+    put: Callable[[tuple[int, ...], Column, DType], None],
     dtype: DType,
 ) -> None:
     """Copy what the elements [a, b) of a chunk have in common with a region of it."""
@@ -126,4 +137,4 @@ def _put_part(
             continue
         cut = tuple(slice(x - i, y - i) for x, y, i in zip(low, high, inner, strict=True))
         place = tuple(d + x - o for d, x, o in zip(dest, low, offsets, strict=True))
-        sink.put(place, block[cut], dtype)
+        put(place, block[cut], dtype)

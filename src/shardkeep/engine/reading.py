@@ -80,7 +80,8 @@ class Reading:
         self.spans = spans = spans_of(regions)
         self.runs = runs_of(regions.file, spans.low, spans.high, block)
         """The blocks to read that nobody has brought yet."""
-        self.delivery = Delivery(regions, spans, sinks)
+        self.staged = pool.staging is not None
+        self.delivery = Delivery(regions, spans, sinks, staged=self.staged)
         self.large = spans.flat & spans.alone & (spans.high - spans.low >= 2 * block)
         self.files = files
         self.block = block
@@ -97,7 +98,10 @@ class Reading:
         """Read everything that is left."""
         self.units = self._members(self.runs.cut(self.pool.unit // self.block))
         threads = self.threads * 2 if self.is_cold() else self.threads
-        run_in_order(range(len(self.units)), self.unit, threads)
+        try:
+            run_in_order(range(len(self.units)), self.unit, threads)
+        finally:
+            self.pool.drain()
 
     def _members(self, runs: Runs) -> Units:
         return members_of(runs, self.regions.file, self.spans.low, self.spans.high, self.block)
@@ -153,6 +157,8 @@ class Reading:
                         file.check_blocks(first, part)
             checked = perf_counter()
             self.delivery.put_many(rows, part, first * self.block)
+            if self.pool.staging is not None:
+                self.pool.staging.fence()()  # the memory is not the pool's
             self._count(digest_thread_s=checked - begun, copy_thread_s=perf_counter() - checked)
             if self.progress is not None:
                 self.progress(len(part))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSource, Source
+from shardkeep.arrays import Bytes, HostSource, Source, StagedSource
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import (
@@ -121,6 +121,23 @@ def write_file(
     return root
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Filled:
+    """A unit whose elements are in a buffer, or on their way there."""
+
+    low: int
+    high: int
+    buffer: Bytes
+    rows: tuple[int, int]
+    """The chunks in it."""
+    done: Callable[[], None] | None
+
+    def wait(self) -> None:
+        """Until they have arrived."""
+        if self.done is not None:
+            self.done()
+
+
 class _FileWriter:
     """One file being written."""
 
@@ -177,29 +194,60 @@ class _FileWriter:
         return list(_units(0, end, unit * together))
 
     def _strip(self, strip: tuple[int, int]) -> None:
-        """One unit after the other: a piece that two of them share is then digested in order."""
-        for low, high in _units(*strip, self._pool.unit):
-            self._unit(low, high)
+        """One unit after the other: a piece that two of them share is then digested in order.
 
-    def _unit(self, low: int, high: int) -> None:
-        clock = time.perf_counter
-        with self._pool.buffer() as buffer:
-            data = buffer[: high - low]
+        What comes from a device is begun one unit ahead.
+        """
+        ahead: list[_Filled] = []
+        try:
+            for low, high in _units(*strip, self._pool.unit):
+                buffer = self._pool.take(wait=not ahead)
+                if buffer is None:
+                    self._finish(ahead.pop())
+                    buffer = self._pool.take()
+                    assert buffer is not None
+                ahead.append(self._begin(low, high, buffer))
+                if self._pool.staging is None or len(ahead) > 1:
+                    self._finish(ahead.pop(0))
+            while ahead:
+                self._finish(ahead.pop(0))
+        finally:
+            for filled in ahead:
+                filled.wait()
+                self._pool.give(filled.buffer)
+
+    def _begin(self, low: int, high: int, buffer: Bytes) -> _Filled:
+        begun = time.perf_counter()
+        staging = self._pool.staging
+        try:
+            rows = self._fill(low, high, buffer[: high - low])
+            done = None if staging is None else staging.fence()
+        except BaseException:
+            self._pool.give(buffer)
+            raise
+        self._stats.add(copy_s=time.perf_counter() - begun)
+        return _Filled(low, high, buffer, rows, done)
+
+    def _finish(self, filled: _Filled) -> None:
+        clock, data = time.perf_counter, filled.buffer[: filled.high - filled.low]
+        try:
             begun = clock()
-            rows = self._fill(low, high, data)
-            filled = clock()
-            self._digest(low, rows, data)
+            filled.wait()
+            there = clock()
+            self._digest(filled.low, filled.rows, data)
             digested = clock()
-            self._write(low, data)
+            self._write(filled.low, data)
             written = clock()
+        finally:
+            self._pool.give(filled.buffer)
         self._stats.add(
             requests=1,
-            copy_s=filled - begun,
-            digest_s=digested - filled,
+            copy_s=there - begun,
+            digest_s=digested - there,
             pwrite_s=written - digested,
         )
         if self._progress is not None:
-            self._progress(high - low)
+            self._progress(filled.high - filled.low)
 
     def _fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
         """Copy everything that lies in [low, high) to its place; says which chunks that are."""
@@ -263,7 +311,9 @@ class _FileWriter:
         chunks = self._payload.chunks
         at, item = int(chunks.start[row]) - low, int(chunks.itemsize[row])
         begin, end = max(at, 0), min(at + int(chunks.nbytes[row]), len(data))
-        source.read_into((begin - at) // item, (end - at) // item, data[begin:end])
+        staged = self._pool.staging is not None and isinstance(source, StagedSource)
+        read = source.begin_read if staged else source.read_into  # type: ignore[attr-defined]
+        read((begin - at) // item, (end - at) // item, data[begin:end])
 
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size

@@ -13,12 +13,11 @@ from types import TracebackType
 
 import numpy as np
 
-from shardkeep.arrays import Allocate, HostSource, Source
+from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
-from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Behind, run_in_order
 from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
@@ -58,7 +57,7 @@ class FileWriter:
         *,
         budget: int,
         cores: int,
-        allocate: Allocate | None = None,
+        staging: Staging | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         """`algorithm` and `block` are those of all files of the checkpoint.
@@ -73,7 +72,7 @@ class FileWriter:
         self._block = block
         self._budget = budget
         self._cores = cores
-        self._allocate = allocate
+        self._staging = staging
         self._pool: BufferPool | None = None
         self._lock = threading.Lock()
         self._lanes = 1
@@ -155,7 +154,7 @@ class FileWriter:
 
     def _threads(self, direct: bool) -> int:
         """For one file. Who waits for the disk, or for a device, needs no core meanwhile."""
-        waits = direct or self._allocate is not None
+        waits = direct or self._staging is not None
         every = min(MOST_THREADS, 2 * self._cores) if waits else min(MOST_THREADS, self._cores)
         return max(1, every // self._lanes)
 
@@ -163,10 +162,11 @@ class FileWriter:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
         with self._lock:
             if self._pool is None:
-                threads = self._lanes * self._threads(direct)
+                buffers = self._lanes * self._threads(direct)
+                if self._staging is not None:
+                    buffers *= 2  # one is filled while another is written
                 unit = DIRECT_UNIT if direct else BUFFERED_UNIT
-                allocate = self._allocate or page_aligned
-                self._pool = BufferPool(self._budget, threads, self._block, unit, allocate)
+                self._pool = BufferPool(self._budget, buffers, self._block, unit, self._staging)
         return self._pool
 
     def _finish(self, file: WriteFile) -> None:

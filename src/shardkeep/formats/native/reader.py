@@ -14,13 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkeep.arrays import Allocate, Sink
+from shardkeep.arrays import Sink, Staging
 from shardkeep.columns import Boxes, Ints, starts
 from shardkeep.coordination import Coordinator
 from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
-from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions
@@ -309,7 +308,7 @@ class NativeReader(StorageReader):
 
     def _planned_reading(self, plan: LoadPlan, planner: LoadPlanner) -> Reading:
         items = _items_of(plan)
-        return self._reading(items, planner.sinks(items), planner.buffers)
+        return self._reading(items, planner.sinks(items), planner.staging)
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""
@@ -325,7 +324,7 @@ class NativeReader(StorageReader):
         return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
 
     def _reading(
-        self, items: ReadItems, sink: Callable[[int], Sink], allocate: Allocate | None = None
+        self, items: ReadItems, sink: Callable[[int], Sink], staging: Staging | None = None
     ) -> Reading:
         """The regions of a plan, in the order of their places in files."""
         chunks = items.chunks
@@ -350,7 +349,7 @@ class NativeReader(StorageReader):
         self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = io_threads(self.ranks_on_host)
-        pool = BufferPool(budget, 2 * threads, self.record.block, allocate=allocate or page_aligned)
+        pool = BufferPool(budget, 2 * threads, self.record.block, staging=staging)
         return Reading(
             self.data_file,
             regions,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shardkeep.arrays import Allocate
+from shardkeep.arrays import Staging
 from shardkeep.engine.budget import checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
 from shardkeep.errors import (
@@ -228,7 +228,7 @@ class NativeWriter(StorageWriter):
         chunks = RankChunks(items, disk_order, start, planner)
         features = sorted(planner.features)
         results: list[WriteResult] = [None] * len(plans)  # type: ignore[list-item]
-        with self._file_writer(planner.buffers) as files:
+        with self._file_writer(planner.staging) as files:
 
             def write(number: int) -> None:
                 file = plans[number]
@@ -242,14 +242,14 @@ class NativeWriter(StorageWriter):
                 self._store.sync_directory(DATA)
         return results
 
-    def _file_writer(self, allocate: Allocate | None = None) -> FileWriter:
+    def _file_writer(self, staging: Staging | None = None) -> FileWriter:
         return FileWriter(
             self._store,
             self._algorithm,
             self.block,
             budget=checked_budget(self.memory_budget, self.ranks_on_host),
             cores=io_threads(self.ranks_on_host),
-            allocate=allocate,
+            staging=staging,
             progress=self.progress,
         )
 
