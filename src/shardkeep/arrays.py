@@ -431,7 +431,7 @@ def _declares_shards(kind: type) -> bool:
 def adapter_of(value: object) -> ArrayAdapter | None:
     """The adapter for this value, or None where it is not an array."""
     adapter = adapter_of_type(type(value))  # type: ignore[arg-type]
-    if adapter is not None and any_sets_shard_fields((value,)):
+    if adapter is not None and getattr(value, SHARD_FIELDS[0], None) is not None:
         return _adapter_in("shardkeep.adapters.shard_protocol")
     return adapter
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -39,9 +40,10 @@ def volume(sizes: Sequence[int]) -> int:
     return math.prod(sizes)
 
 
-def whole(shape: Sequence[int]) -> ChunkStorageMetadata:
-    """The box that is the entire tensor."""
-    return ChunkStorageMetadata((0,) * len(shape), tuple(shape))
+@lru_cache(maxsize=4096)
+def whole(shape: tuple[int, ...]) -> ChunkStorageMetadata:
+    """The box that is the entire tensor; thousands of tensors share a few shapes."""
+    return ChunkStorageMetadata((0,) * len(shape), shape)
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:

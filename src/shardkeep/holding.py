@@ -142,9 +142,10 @@ class Holding:
 
     def _are_as_seen(self, rows: list[int]) -> bool:
         """Whether arrays recognised by identity have the forms they had."""
-        if any(adapter_of(array) is not adapter for adapter, array in map(self._leaf, rows)):
-            return False
         leaves = [self.look.tensor_leaf[row] for row in rows]
+        values, adapters = self.flat.values, self.flat.adapters
+        if any(adapter_of(values[leaf]) is not adapters[leaf] for leaf in leaves):
+            return False
         seen = self._by_adapter(lambda adapter, arrays: adapter.glances(arrays), leaves)
         return seen == [self.look.glances[row] for row in rows]
 

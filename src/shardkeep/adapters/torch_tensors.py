@@ -111,23 +111,22 @@ class TorchTensors:
         """Filled in place; a meta tensor is allocated on `device`."""
         tensor, dtype = _checked(value, where)
         result = value
-        if tensor.device.type == "meta":
+        if tensor.is_meta:
             result = tensor = _allocate(tensor, device)
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedValueError(f"{where}: the target is a lazy conjugate or negative view")
-        memory = _memory(tensor)
-        if memory is not None and memory.may_repeat():
+        shape = tuple(tensor.shape)
+        memory = _memory(tensor, shape)
+        if memory is not None and not tensor.is_contiguous() and memory.may_repeat():
             raise UnsupportedValueError(
                 f"{where}: elements of the target share memory (its strides overlap); load into a "
                 "copy"
             )
-        plain = tensor.detach()
         sink: Sink
-        if plain.device.type == "cpu":
-            sink = HostSink(host_bits(plain, dtype), dtype)
+        if tensor.is_cpu:
+            sink = HostSink(host_bits(tensor, dtype), dtype)
         else:
-            sink = DeviceSink(plain)
-        shape = tuple(plain.shape)
+            sink = DeviceSink(tensor.detach())
         piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
 
@@ -197,12 +196,15 @@ def _checked(value: object, where: str) -> tuple[torch.Tensor, DType]:
     return value, dtype
 
 
-def _memory(tensor: torch.Tensor) -> Memory | None:
-    if tensor.numel() == 0:
+_device_name = cache(str)
+
+
+def _memory(tensor: torch.Tensor, shape: tuple[int, ...]) -> Memory | None:
+    if 0 in shape:
         return None
     item = tensor.element_size()
-    strides = tuple(step * item for step in tensor.stride())
-    return Memory(str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), strides, item)
+    strides = tuple([step * item for step in tensor.stride()])
+    return Memory(_device_name(tensor.device), tensor.data_ptr(), shape, strides, item)
 
 
 def _allocate(meta: torch.Tensor, device: object) -> torch.Tensor:

@@ -14,6 +14,7 @@ from types import TracebackType
 import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
+from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Ints
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
@@ -226,7 +227,8 @@ class RankChunks:
 
     def _default_sources(self, low: int, high: int) -> Sequence[Source]:
         assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
+        with paused_collector():
+            return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
 
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""
