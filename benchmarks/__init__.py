@@ -1,1 +1,1 @@
-"""Benchmarks; each module is a program: `python -m benchmarks.plan --help`."""
+"""Benchmarks: `python -m benchmarks io|small|reshard|device|plan --help`."""

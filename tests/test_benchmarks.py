@@ -1,0 +1,140 @@
+"""The benchmarks, very small: that their code runs, and that each side loads what it saved."""
+
+import json
+import sys
+
+import pytest
+from benchmarks import raw, rounds, small_tensors, throughput
+from benchmarks.caches import cached, evict, warm
+from benchmarks.picture import Group, draw
+from benchmarks.report import file_system
+from benchmarks.sides import SIDES, missing
+from benchmarks.states import Memory, training_state
+from benchmarks.worker import measured
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memfd, O_DIRECT, /proc")
+
+SMALL = training_state(1 << 20, layers=1)
+
+
+def test_the_state_has_the_sizes_it_claims():
+    leaves = training_state(1 << 31)
+    sizes = [leaf.nbytes for leaf in leaves]
+    assert 2000 < len(leaves) == len({leaf.path for leaf in leaves})
+    assert min(sizes) == 2
+    assert max(sizes) == 1 << 28
+    assert sum(sizes) == pytest.approx(1 << 31, rel=0.03)
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.filterwarnings("default")
+def test_a_side_loads_the_bits_it_saved(name, tmp_path):
+    if missing(name):
+        pytest.skip(f"{missing(name)} is not installed")
+    source, target = Memory(SMALL), Memory(SMALL)
+    source.fill()
+    target.scramble()
+    assert source.first_difference(target)
+    side = SIDES[name](source, target)
+    for number, way in enumerate(side.ways):
+        side.save(tmp_path / str(number), **way)
+    side.load(tmp_path / "0")
+    side.settle()
+    assert source.first_difference(target) is None
+
+
+def test_raw_rates_leave_nothing_behind(tmp_path):
+    ways = raw.Raw(raw.Way(2, 1 << 20, True), raw.Way(1, 1 << 20, False), 2)
+    rates = {**ways.disk(tmp_path, 3 << 20), **ways.memory(tmp_path, 3 << 20)}
+    assert set(rates) == {"write", "read", "tmpfs write", "tmpfs read", "memcpy"}
+    assert min(rates.values()) > 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_cold_is_known_from_warm(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    assert warm(tmp_path) == cached(tmp_path) == 1
+    assert evict(tmp_path) < 1  # how far depends on the file system
+
+
+def test_the_picture_is_a_picture(tmp_path):
+    draw(tmp_path / "x.svg", "<title>", "GB/s", [Group("save", [("a", 1.0), ("b", 2.0)], 3.0)])
+    import xml.etree.ElementTree as ElementTree
+
+    assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+
+
+@pytest.fixture(autouse=True)
+def _one_way(monkeypatch):
+    """No sweep: each way costs several fsyncs."""
+    monkeypatch.setattr(raw, "SWEEP", [(2, 1 << 20)])
+
+
+def run(main, tmp_path, capsys, *options):
+    """The JSON of a command that must leave nothing else behind."""
+    files = ["--json", str(tmp_path / "out.json"), "--picture", str(tmp_path / "out.svg")]
+    main([*options, "--repeat", "1", "--dir", str(tmp_path), *files])
+    assert "shardkeep" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.svg"]
+    return json.loads((tmp_path / "out.json").read_text())["numbers"]
+
+
+class Here:
+    """A worker in this process, which has torch imported already."""
+
+    def __init__(self, side, source, target):
+        self.side = SIDES[side](source, target)
+        self.settle = self.side.settle
+
+    def run(self, what, path, **options):
+        with measured() as measure:
+            getattr(self.side, what)(path, **options)
+        return measure
+
+    def close(self):
+        pass
+
+
+def test_small_as_a_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rounds, "Worker", Here)
+    numbers = run(small_tensors.main, tmp_path, capsys, "--count", "40", "--sides", "shardkeep")
+    assert not numbers["failed"]
+    assert len(numbers["sides"]["shardkeep"]["load"]) == 1
+
+
+@pytest.fixture
+def disk(tmp_path):
+    if file_system(tmp_path) == "tmpfs":
+        pytest.skip("files in memory cannot be cold")
+    return tmp_path
+
+
+def test_io_as_a_command(disk, capsys):
+    options = ["--size", "0.001", "--layers", "1", "--sides", "shardkeep", "--no-budgets"]
+    numbers = run(throughput.main, disk, capsys, *options)
+    assert not numbers["failed"]
+    assert "cold load, verify=False" in numbers["sides"]["shardkeep"]
+    assert numbers["raw_bytes_per_s"]["write"]
+
+
+@pytest.mark.filterwarnings("default")
+def test_device_without_a_device(disk, capsys):
+    from benchmarks import accelerator
+
+    numbers = run(accelerator.main, disk, capsys, "--cpu", "--size", "0.001", "--layers", "1")
+    assert set(numbers["sides"]) == {"shardkeep", "torch DCP"}
+
+
+def test_resharding(disk):
+    from benchmarks import resharding
+    from benchmarks.sharded_states import Scenario
+
+    from shardkeep.testing.processes import RankServer
+
+    scenario = Scenario("1 to 2", 1, "rows", 2, "columns", (70, 30), 3)
+    with RankServer(resharding.MODULES) as server:
+        seen = resharding.run(server, scenario, 1, disk)
+    for side in resharding.SIDES:
+        assert len(resharding.row(scenario, side, seen)) == len(resharding.HEADINGS)
+        assert len(seen[side]["load"][0]) == 2
