@@ -7,6 +7,7 @@ list of their process ids, and when all have ended with a list of their exit cod
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -140,13 +141,15 @@ def train(world_size: int, logs: str, arguments: list[str]) -> None:
         if codes[pid]:  # the others would wait for it
             kill_all(running)
     kill_all({store})
-    os.waitpid(store, 0)
+    with contextlib.suppress(ChildProcessError):  # it may have ended before the others
+        os.waitpid(store, 0)
     print(json.dumps([codes[pid] for pid in pids]), flush=True)
 
 
 def kill_all(pids: Iterable[int]) -> None:
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

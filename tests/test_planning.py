@@ -424,6 +424,82 @@ def test_a_shared_array_changed_in_place_on_all_ranks(tmp_path):
     assert same(torch.full((5,), 2.0), shardkeep.open(tmp_path / "1")["shared"][...])
 
 
+def test_a_plan_that_failed_leaves_nothing_of_it_behind(tmp_path):
+    """A rank that recognised its arrays takes part in a plan that fails; then all is as before."""
+
+    def work(ranks):
+        state = {"a": torch.full((8,), 1.0)}
+        state |= {n: torch.full((8,), float(i)).requires_grad_() for i, n in enumerate("bcd", 2)}
+        options = {"process_group": ranks, "check_replicas": "off"}
+        shardkeep.save(state, tmp_path / "1", **options)
+        kept = state["a"].data
+        if ranks.rank == 0:
+            state["a"].data = torch.empty(0)
+        if ranks.rank == 1:
+            state["e"] = torch.zeros(1)
+        with pytest.raises(PlanError, match="a: shape"):
+            shardkeep.save(state, tmp_path / "2", **options)
+        if ranks.rank == 0:
+            state["a"].data = kept
+        if ranks.rank == 1:
+            del state["e"]
+        for number in (3, 4):
+            shardkeep.save(state, tmp_path / str(number), **options)
+
+    on_ranks(2, work)
+    for number in (1, 3, 4):
+        found = shardkeep.open(tmp_path / str(number))
+        assert [float(found[name][...][0]) for name in "abcd"] == [1, 2, 3, 4]
+
+
+def test_a_rank_that_never_proposes_does_not_spoil_the_plans_of_others(tmp_path):
+    def work(ranks):
+        state = {"a": torch.ones(4), "b": torch.ones(4) * 2}
+        if ranks.rank == 1:
+            state["extra"] = {1.5: 0}
+        for number in range(4):
+            if number == 2:
+                state["a"].data = torch.ones(8)
+            shardkeep.save(state, tmp_path / str(number), process_group=ranks)
+
+    on_ranks(2, work)
+    assert shardkeep.open(tmp_path / "3")["a"].shape == (8,)
+    assert shardkeep.open(tmp_path / "3")["b"].shape == (4,)
+
+
+def test_torch_may_swap_what_was_saved(saver):
+    state = {"w": torch.ones(3)}
+    saver(state)
+    torch.utils.swap_tensors(state["w"], torch.zeros(5))
+    saver(state)
+    assert same(torch.zeros(5), saver.stored()["w"])
+
+
+def test_memory_formats_are_told_apart(saver):
+    last = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    turned = torch.randn(2, 3, 5, 4).transpose(2, 3)
+    for state in ({"x": last, "y": turned}, {"y": turned, "x": last}):
+        saver(state)
+        found = shardkeep.open(saver.at)
+        assert found["x"].metadata.properties.memory_format == "channels_last"
+        assert found["y"].metadata.properties.memory_format == "contiguous_format"
+
+
+class DerivedWriter(shardkeep.NativeWriter):
+    planned = 0
+
+    def prepare_global_plan(self, plans, metadata):
+        self.planned += 1
+        return super().prepare_global_plan(plans, metadata)
+
+
+def test_a_derived_writer_is_always_asked(saver):
+    writer = DerivedWriter()
+    for count in (1, 2):
+        saver({"w": W}, storage_writer=writer)
+        assert writer.planned == count
+
+
 # --- undeclared replicas --------------------------------------------------------------------------
 
 
@@ -488,6 +564,28 @@ def test_full_compares_every_element(tmp_path):
     save_on(tmp_path, {"w": large}, {"w": other})
     with pytest.raises(PlanError, match="w offsets"):
         save_on(tmp_path / "x", {"w": large}, {"w": other}, check_replicas="full")
+
+
+class Twice:
+    """One box, listed twice, with different contents."""
+
+    global_shape: tuple
+    global_offsets: list
+    local_offsets: list
+    local_sizes: list
+
+    def __init__(self, array):
+        self.array, self.global_shape, self.global_offsets = array, (4,), [(0,), (0,)]
+        self.local_offsets, self.local_sizes = [(0,), (4,)], [(4,), (4,)]
+
+    def local_tensor(self):
+        return self.array
+
+
+def test_copies_on_one_rank_are_compared_too(tmp_path):
+    save_on(tmp_path, *({"t": Twice(np.tile(np.arange(4.0), 2))} for _ in range(2)))
+    with pytest.raises(PlanError, match="t offsets"):
+        save_on(tmp_path / "x", *({"t": Twice(np.arange(8.0))} for _ in range(2)))
 
 
 @given(st.data())

@@ -104,6 +104,11 @@ class DefaultSavePlanner(SavePlanner):
         self.encode_values()
         return True
 
+    @property
+    def is_trusting(self) -> bool:
+        """Whether the arrays were only recognised, and not looked at."""
+        return self._holding.trusted
+
     def take_trace(self, state_dict: object) -> None:
         """Make the look remember the objects of this state, to recognise them later."""
         self._holding.take_trace(state_dict)

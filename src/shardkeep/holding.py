@@ -121,7 +121,7 @@ class Holding:
         if leaves is None:
             return None
         flat = FlatState(look.structure, leaves, look.adapters, set(), set(look.key_types))
-        out = cls(flat, look, trusted=True)
+        out = cls(flat, replace(look), trusted=True)
         if not out._are_as_seen(look.unasked):
             return None
         for row in look.unasked:
@@ -151,10 +151,7 @@ class Holding:
 
     def take_trace(self, state: object) -> None:
         """Remember the objects of the state this was taken of, to recognise them later."""
-        trace = self.look.trace = Trace.of(state, self.flat)
-        if trace is not None and trace.loose:
-            rows = np.searchsorted(self.look.tensor_leaf, trace.loose)
-            self.look.unasked = sorted({*self.look.unasked, *rows.tolist()})
+        self.look.trace = Trace.of(state, self.flat)
 
     def looks_like(self, other: Look) -> bool:
         """Whether the local plan of another state is that of this one too; if so, take it over."""

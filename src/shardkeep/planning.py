@@ -149,7 +149,11 @@ class Planning:
             agreed = bool(told[0]) and len(set(told)) == 1
             return [b"\1" if agreed else b"\0"] * len(told)
 
-        return self._exchange("propose plan", propose, decide) == b"\1"
+        agreed = self._exchange("propose plan", propose, decide) == b"\1"
+        if not agreed and isinstance(self._planner, DefaultSavePlanner):
+            # What was recognised by its objects has not been looked at: a new plan needs a look.
+            self._is_set_up = self._is_set_up and not self._planner.is_trusting
+        return agreed
 
     def _recall(self, last: _Remembered) -> None:
         self.metadata = last.metadata
@@ -161,6 +165,7 @@ class Planning:
 
     def _make(self) -> tuple[SavePlan, bytes, Shared | None]:
         planner, writer, place = self._planner, self._writer, self._place
+        self._memory.last = None  # also if this one fails: there is no other
         ours = planner if isinstance(planner, DefaultSavePlanner) else None
         local: list[SavePlan] = []
 
@@ -193,7 +198,6 @@ class Planning:
         return plan, share, shared
 
     def _remember(self, number: bytes, plan: SavePlan, share: bytes, shared: Shared | None) -> None:
-        self._memory.last = None
         key, planner = self._key(), self._planner
         if key is None or not isinstance(planner, DefaultSavePlanner):
             return

@@ -78,9 +78,13 @@ class Shared:
         return out
 
     def suspects(self, told: Sequence[bytes]) -> list[int]:
-        """The sets of ranks whose folded digests are not all equal."""
+        """The sets of ranks whose folded digests are not all equal, or say too little.
+
+        That is where one rank holds an item more than once: its fold cannot tell.
+        """
         first: dict[int, bytes] = {}
-        differ: set[int] = set()
+        again = (self.rank[1:] == self.rank[:-1]) & (self.item[1:] == self.item[:-1])
+        differ: set[int] = set(self.holders[1:][again].tolist())
         for message in told:
             for holders, digest in msgspec.msgpack.decode(message, type=list[tuple[int, bytes]]):
                 if first.setdefault(holders, digest) != digest:

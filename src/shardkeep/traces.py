@@ -2,19 +2,17 @@
 """Knowing a state again by its objects: the same arrays in the same places.
 
 A training loop saves the same tensors again and again. To see that takes a look at the containers
-alone, not at the tensors, and so a small part of the time of taking the state apart. A trace keeps
-no array alive. Arrays can be changed in place, so what a trace recognises is not what they are.
+alone, not at the tensors, and so a small part of the time of taking the state apart. A trace holds
+identities and no array, not even weakly: numpy would not resize, and torch not convert, what is
+pointed to. Arrays can be changed in place, and an identity can be another's by now: what a trace
+recognises is what the state seems to be, until each array has been looked at.
 """
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, TypeAlias
-from weakref import ref
-
-import numpy as np
 
 from shardkeep.arrays import adapter_of
 from shardkeep.structure import TENSOR, VALUE, Node
@@ -22,7 +20,7 @@ from shardkeep.tree import FlatState, PerRank, flatten
 
 __all__ = ["Trace"]
 
-_ARRAYS, _MAPPING, _SEQUENCE, _PER_RANK, _ARRAY, _ANY_ARRAY, _VALUE = range(7)
+_ARRAYS, _MAPPING, _SEQUENCE, _PER_RANK, _ARRAY, _VALUE = range(6)
 _Step: TypeAlias = tuple[Any, ...]
 _MAPPINGS = (dict, OrderedDict)
 _KEYS = {str, int}
@@ -32,91 +30,62 @@ _KEYS = {str, int}
 class Trace:
     """Where the arrays of a state were."""
 
-    def __init__(self) -> None:
+    def __init__(self, root: _Step) -> None:
         """Made by `of`."""
-        self.loose: list[int] = []
-        """Leaves that may be any array: some must not be pointed to, or could not be resized."""
-        self._root: _Step | None = None
-        self._count = 0
+        self._root = root
 
     @classmethod
     def of(cls, state: object, flat: FlatState) -> Trace | None:
         """The trace of a state just taken apart; None where objects in it make theirs anew."""
-        out = cls()
-        if not flat.states:
-            out._root = out._step(state, flat.structure.root)
-        return None if out._root is None else out
+        root = None if flat.states else _step(state, flat.structure.root)
+        return None if root is None else cls(root)
 
     def follow(self, state: object) -> list[object] | None:
-        """The leaves of a state whose arrays are those of the trace; None where any is not."""
+        """The leaves of a state whose arrays seem to be those of the trace; None if any is not."""
         leaves: list[object] = []
-        assert self._root is not None
         return leaves if _follow(state, self._root, leaves) else None
 
-    def _step(self, value: Any, node: Node) -> _Step | None:
-        kind: Any = type(value)
-        if node in (TENSOR, VALUE):
-            return self._leaf(value, node)
-        if kind is PerRank:
-            inner = self._step(value.value, node[2][0])
-            return None if inner is None else (_PER_RANK, inner)
-        children: list[Any]
-        if kind in _MAPPINGS:
-            if not {type(key) for key in value} <= _KEYS:
-                return None
-            children = list(value.values())
-            refs = self._refs(children, node[2])
-            if refs is not None:
-                return (_ARRAYS, kind, list(value), refs)
-        elif node[0] in ("list", "tuple", "named_tuple"):
-            children = list(value)
-        else:
-            return None
-        steps = [self._step(child, part) for child, part in zip(children, node[2], strict=True)]
-        if None in steps:
-            return None
-        if kind in _MAPPINGS:
-            return (_MAPPING, kind, list(value), steps)
-        return (_SEQUENCE, kind, steps)
 
-    def _leaf(self, value: Any, node: Node) -> _Step:
-        self._count += 1
-        if node == VALUE:
-            return (_VALUE,)
-        if _may_be_pointed_to(type(value)):
-            return (_ARRAY, ref(value))
-        self.loose.append(self._count - 1)
-        return (_ANY_ARRAY,)
-
-    def _refs(self, children: list[Any], nodes: list[Node]) -> list[Any] | None:
-        """Of a dict of nothing but arrays; None of others."""
-        if not all(node == TENSOR for node in nodes):
+def _step(value: Any, node: Node) -> _Step | None:
+    kind: Any = type(value)
+    if node == TENSOR:
+        return (_ARRAY, id(value))
+    if node == VALUE:
+        return (_VALUE,)
+    if kind is PerRank:
+        inner = _step(value.value, node[2][0])
+        return None if inner is None else (_PER_RANK, inner)
+    children: list[Any]
+    if kind in _MAPPINGS:
+        if not {type(key) for key in value} <= _KEYS:
             return None
-        if not all(map(_may_be_pointed_to, set(map(type, children)))):
-            return None
-        self._count += len(children)
-        return list(map(ref, children))
-
-
-def _may_be_pointed_to(kind: type) -> bool:
-    # numpy refuses to resize an array that is pointed to.
-    return not issubclass(kind, np.ndarray) and bool(getattr(kind, "__weakrefoffset__", 0))
+        children = list(value.values())
+        if all(part == TENSOR for part in node[2]):
+            return (_ARRAYS, kind, list(value), list(map(id, children)))
+    elif node[0] in ("list", "tuple", "named_tuple"):
+        children = list(value)
+    else:
+        return None
+    steps = [_step(child, part) for child, part in zip(children, node[2], strict=True)]
+    if None in steps:
+        return None
+    if kind in _MAPPINGS:
+        return (_MAPPING, kind, list(value), steps)
+    return (_SEQUENCE, kind, steps)
 
 
 def _follow(value: Any, step: _Step, leaves: list[object]) -> bool:
     what = step[0]
     if what == _ARRAYS:
-        _, kind, keys, refs = step
+        _, kind, keys, ids = step
         if type(value) is not kind or not _same_keys(value, keys):
             return False
         arrays = list(value.values())
         leaves += arrays
-        return all(map(operator.is_, map(operator.call, refs), arrays))
-    if what in (_ARRAY, _ANY_ARRAY, _VALUE):
+        return bool(list(map(id, arrays)) == ids)
+    if what in (_ARRAY, _VALUE):
         leaves.append(value)
-        if what == _ARRAY:
-            return step[1]() is value
-        return adapter_of(value) is not None if what == _ANY_ARRAY else _is_plain(value)
+        return bool(step[1] == id(value)) if what == _ARRAY else _is_plain(value)
     if what == _PER_RANK:
         return type(value) is PerRank and _follow(value.value, step[1], leaves)
     if type(value) is not step[1]:

@@ -247,3 +247,14 @@ def test_device_memory_without_dimensions():
     scalar = torch.zeros(())
     DeviceSink(scalar).put((), np.array(3, np.float32), lookup("float32"))
     assert scalar.item() == 3
+
+
+@pytest.mark.parametrize("left", [0, 400])
+def test_a_storage_that_was_shrunk_is_refused_by_name(tmp_path, left):
+    tensor = torch.ones(1000)
+    shardkeep.save({"w": torch.ones(1000)}, tmp_path / "whole")
+    tensor.untyped_storage().resize_(left)
+    with pytest.raises(UnsupportedValueError, match=f"w: the tensor needs 4000 .* has {left}"):
+        shardkeep.save({"w": tensor}, tmp_path / "x")
+    with pytest.raises(UnsupportedValueError, match="w: the tensor needs"):
+        shardkeep.load({"w": tensor}, tmp_path / "whole")

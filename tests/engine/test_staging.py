@@ -112,6 +112,15 @@ def test_what_travels_arrives(tmp_path_factory, device, data):
     assert device.late
 
 
+def test_digests_are_those_of_what_has_arrived(tmp_path, device):
+    """Two tensors that differ are not taken for equal, however small they are."""
+    state = {"a": np.zeros(5000), "b": np.arange(5000.0)}
+    shardkeep.save(state, tmp_path)
+    tied = np.full(5000, -1.0)
+    with pytest.raises(shardkeep.MismatchError):
+        shardkeep.load({"a": tied, "b": tied}, tmp_path)
+
+
 def test_many_files_and_units(tmp_path, device, monkeypatch):
     monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
     limits = shardkeep.formats.native.layout.Limits(payload=20 << 20)

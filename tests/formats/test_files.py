@@ -4,8 +4,10 @@ import errno
 import gc
 import json
 import os
+import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -201,3 +203,29 @@ def test_a_rank_with_much_to_write_has_several_files():
     assert Limits().payload_of(900 << 20) == 1 << 30
     assert Limits().payload_of(16 << 30) == 2 << 30
     assert Limits().payload_of(1 << 40) == 16 << 30
+
+
+def test_an_interrupt_ends_all_files_soon(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    main, late, raised = threading.main_thread(), [], threading.Event()
+    real = WriteFile.write_at
+
+    def write_at(self, data, offset):
+        if raised.is_set():
+            late.append(time.monotonic())
+        elif offset > 4 << 20:
+            signal.pthread_kill(main.ident, signal.SIGINT)
+        time.sleep(0.05)
+        real(self, data, offset)
+
+    monkeypatch.setattr(WriteFile, "write_at", write_at)
+    large = {f"t{i}": np.full(10 << 20, i, np.float32) for i in range(8)}
+    used = NativeWriter(tmp_path / "c", limits=Limits(payload=41 << 20), memory_budget=32 << 20)
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        shardkeep.save(large, tmp_path / "c", storage_writer=used)
+    raised.set()
+    assert time.monotonic() - begun < 8
+    time.sleep(0.3)
+    assert not late
+    assert not list((tmp_path / "c").rglob("*-r00000-*"))

@@ -229,7 +229,7 @@ class _DTensors:
             specs, locals_, gradients = zip(*map(_LOOKS, values), strict=True)
             layouts = map(_SPEC_LOOKS, specs)
             return list(zip(layouts, map(_LOCAL_LOOKS, locals_), gradients, strict=True))
-        except (AttributeError, RuntimeError):
+        except Exception:
             return [None] * len(values)
 
     def form(self, value: Any, where: str) -> ArrayForm:

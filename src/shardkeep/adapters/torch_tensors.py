@@ -62,8 +62,11 @@ class TorchTensors:
         """Everything that `form` looks at."""
         try:
             # Without a loop of ours: this is done for every tensor of every save.
-            return list(zip(map(_LOOKS, values), map(_is_contiguous, values), strict=True))
-        except RuntimeError:
+            contiguous: list[object] = list(map(_is_contiguous, values))
+            if not all(contiguous):
+                contiguous = [_memory_format(value) for value in values]
+            return list(zip(map(_LOOKS, values), contiguous, strict=True))
+        except Exception:
             # Some tensors, such as nested ones, refuse to be asked.
             return [None] * len(values)
 
@@ -72,22 +75,14 @@ class TorchTensors:
         tensor, dtype = _checked(value, where)
         if tensor.is_meta:
             raise UnsupportedValueError(f"{where}: a meta tensor holds no data to save")
-        channels_last = (
-            tensor.dim() == 4
-            and not tensor.is_contiguous()
-            and tensor.is_contiguous(memory_format=torch.channels_last)
-        )
-        properties = properties_of(
-            dtype.name,
-            tensor.requires_grad,
-            "channels_last" if channels_last else "contiguous_format",
-        )
+        properties = properties_of(dtype.name, tensor.requires_grad, _memory_format(tensor))
         shape = tuple(tensor.shape)
         return ArrayForm(shape, dtype, properties, (whole(shape),))
 
     def sources(self, value: object, where: str) -> Sequence[Source]:
         """Its memory, or what must be brought over from a device."""
         tensor, dtype = _checked(value, where)
+        _check_storage(tensor, where)
         if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
             return (HostSource(host_bits(tensor, dtype)),)
         return (DeviceSource(tensor.detach(), dtype),)
@@ -115,6 +110,7 @@ class TorchTensors:
             result = tensor = _allocate(tensor, device)
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedValueError(f"{where}: the target is a lazy conjugate or negative view")
+        _check_storage(tensor, where)
         shape = tuple(tensor.shape)
         memory = _memory(tensor, shape)
         if memory is not None and not tensor.is_contiguous() and memory.may_repeat():
@@ -160,6 +156,15 @@ class TorchTensors:
         return tensor_of(array, dtype)
 
 
+def _memory_format(tensor: torch.Tensor) -> str:
+    channels_last = (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    return "channels_last" if channels_last else "contiguous_format"
+
+
 @cache
 def properties_of(
     dtype: str, requires_grad: bool, memory_format: str = "contiguous_format"
@@ -194,6 +199,20 @@ def _checked(value: object, where: str) -> tuple[torch.Tensor, DType]:
     if dtype is None:
         raise UnsupportedValueError(f"{where}: tensors of {value.dtype} cannot be stored")
     return value, dtype
+
+
+def _check_storage(tensor: torch.Tensor, where: str) -> None:
+    """A storage may have been shrunk under a tensor; there is nothing behind it then."""
+    item, numel = tensor.element_size(), tensor.numel()
+    last = numel - 1
+    if not tensor.is_contiguous():
+        last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    held = tensor.untyped_storage().nbytes()
+    if numel and (tensor.storage_offset() + last + 1) * item > held:
+        raise UnsupportedValueError(
+            f"{where}: the tensor needs {(tensor.storage_offset() + last + 1) * item} bytes, but "
+            f"its storage has {held}; it was resized under it"
+        )
 
 
 _device_name = cache(str)

@@ -16,8 +16,15 @@ T = TypeVar("T")
 GRACE_S = 10.0
 
 
-def run_in_order(tasks: Iterable[T], work: Callable[[T], None], threads: int) -> None:
+def run_in_order(
+    tasks: Iterable[T],
+    work: Callable[[T], None],
+    threads: int,
+    on_stop: Callable[[], None] = lambda: None,
+) -> None:
     """Do `work` on every task; tasks are started in order, and the first error is raised here.
+
+    After an error, and also after an interrupt, `on_stop` is called to end long tasks early.
 
     Threads are daemons: after an error, one that is stuck in the kernel keeps neither the caller
     nor the exit waiting. Every error counts, whichever thread it happens on.
@@ -56,6 +63,7 @@ def run_in_order(tasks: Iterable[T], work: Callable[[T], None], threads: int) ->
         first = interrupt
     stopped.set()
     if first is not None:
+        on_stop()
         # Let the others end what they are doing, so that nothing moves after this; not for ever.
         deadline = time.monotonic() + GRACE_S
         for thread in started:

@@ -223,7 +223,9 @@ def _plan_group(
 ) -> tuple[Runs, npt.NDArray[np.bool_], Ints, Ints]:
     """Blocks that several want, who wants each, who reads it and when."""
     segments, held = segments_of(wants)
-    shared = np.flatnonzero(held.sum(axis=0) > 1)
+    holders = held.sum(axis=0)
+    # Large blocks that many want may not fit into a round: each reads those by itself.
+    shared = np.flatnonzero((holders > 1) & (holders * block <= limit))
     segments, held = segments.take(shared), held[:, shared]
     most = max(1, min(LARGEST, limit // (2 * NEIGHBOURS)) // block)
     counts = -(-segments.blocks // most)

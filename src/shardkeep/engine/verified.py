@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -63,18 +64,22 @@ class VerifiedFile:
         """Fill `out` with bytes that nobody has checked."""
         got = self.file.read_into(out.data, offset)
         if got != len(out):
-            self._refuse_short(offset + got, offset + len(out))
+            self._refuse_short(offset + len(out))
 
     def read_cold(self, out: Bytes, offset: int, nbytes: int) -> int:
         """The same around the page cache, for a buffer that begins on a page; returns how many
         bytes came that way."""
         got, direct = self.file.read_direct(out.data, offset, nbytes)
         if got != nbytes:
-            self._refuse_short(offset + got, offset + nbytes)
+            self._refuse_short(offset + nbytes)
         return direct
 
-    def _refuse_short(self, found: int, expected: int) -> None:
-        raise CorruptionError(f"{self.name}: ends at byte {found}, expected {expected}")
+    def _refuse_short(self, wanted: int) -> None:
+        size = os.fstat(self.file.fd).st_size
+        raise CorruptionError(
+            f"{self.name}: the file has {size} bytes now, and no byte {wanted - 1}; it was cut "
+            "while it was read"
+        )
 
     def check_blocks(self, first: int, data: Bytes) -> None:
         """Compare whole blocks, the first of which has this number, with their digests."""

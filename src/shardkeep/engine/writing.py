@@ -223,6 +223,8 @@ class _FileWriter:
             rows = self._fill(low, high, buffer[: high - low])
             done = None if staging is None else staging.fence()
         except BaseException:
+            if staging is not None:
+                staging.fence()()  # nothing may still be on its way when the memory goes
             self._pool.give(buffer)
             raise
         self._stats.add(copy_s=time.perf_counter() - begun)
@@ -262,6 +264,8 @@ class _FileWriter:
         if first < last:
             self._fill_chunks(first, last, low, data)
         if high > late:
+            if self._pool.staging is not None:
+                self._pool.staging.fence()()  # what is digested here must have arrived
             # Units from here on come in order, so all chunks but those just copied are digested.
             self._digest_content(low, (first, last), data)
             if self._late is None:

@@ -14,7 +14,6 @@ from types import TracebackType
 import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
-from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Ints
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
@@ -78,6 +77,7 @@ class FileWriter:
         self._lock = threading.Lock()
         self._lanes = 1
         self._failed: BaseException | None = None
+        self._stopped = False
         self._behind = Behind()
 
     def __enter__(self) -> FileWriter:
@@ -90,6 +90,8 @@ class FileWriter:
             self._behind.wait()
         else:
             self._behind.give_up()
+            if self._pool is not None:
+                self._pool.drain()
 
     def run(self, count: int, write: Callable[[int], None]) -> None:
         """Call `write(number)` for so many files. A file has a lock, so each gets a thread."""
@@ -105,16 +107,20 @@ class FileWriter:
             except BaseException as error:
                 if self._failed is None:
                     self._failed = error
+                self._stopped = True
                 raise
 
+        def stop() -> None:
+            self._stopped = True
+
         try:
-            run_in_order(range(count), lane, self._lanes)
+            run_in_order(range(count), lane, self._lanes, stop)
         except Abandoned:
             assert self._failed is not None
             raise self._failed from None
 
     def _check_wanted(self, nbytes: int) -> None:
-        if self._failed is not None:
+        if self._stopped:
             raise Abandoned
         if self._progress is not None:
             self._progress(nbytes)
@@ -227,8 +233,7 @@ class RankChunks:
 
     def _default_sources(self, low: int, high: int) -> Sequence[Source]:
         assert isinstance(self._planner, DefaultSavePlanner)
-        with paused_collector():
-            return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
+        return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
 
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from shardkeep.arrays import Staging
+from shardkeep.collector import paused_collector
 from shardkeep.engine.budget import checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
 from shardkeep.errors import (
@@ -62,6 +63,8 @@ from shardkeep.tables import LocationColumns, StateColumns
 __all__ = ["NativeWriter"]
 
 LEASE_SEEN_S = 10.0
+SOON_WRITTEN = 1 << 30
+"""Bytes that are written so soon that Python's collector can wait for it."""
 
 
 class _Result(msgspec.Struct):
@@ -206,9 +209,9 @@ class NativeWriter(StorageWriter):
             for plan, message in zip(plans, self._layout.messages, strict=True)
         ]
 
-    def plan_key(self) -> Hashable:
-        """What the layout follows from besides the plan."""
-        return (self._algorithm.name, self.limits)
+    def plan_key(self) -> Hashable | None:
+        """What the layout follows from besides the plan; unknown for what is derived from this."""
+        return (self._algorithm.name, self.limits) if type(self) is NativeWriter else None
 
     def plan_memory(self) -> object:
         """The layout; only names of files differ between saves with one plan."""
@@ -228,7 +231,11 @@ class NativeWriter(StorageWriter):
         chunks = RankChunks(items, disk_order, start, planner)
         features = sorted(planner.features)
         results: list[WriteResult] = [None] * len(plans)  # type: ignore[list-item]
-        with self._file_writer(planner.staging) as files:
+        # Many small chunks are many objects without cycles, and are soon gone again.
+        soon = (
+            paused_collector() if chunks.nbytes.sum() < SOON_WRITTEN else contextlib.nullcontext()
+        )
+        with soon, self._file_writer(planner.staging) as files:
 
             def write(number: int) -> None:
                 file = plans[number]
