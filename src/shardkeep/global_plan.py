@@ -130,16 +130,18 @@ class _Names:
             of.append(distinct[id(structure)])
         union, maps = merge(structures, [of.index(u) for u in range(len(structures))])
         names = union.names
-        kinds = np.array(union.kinds, np.int64)
-        by_name = sorted(range(len(names)), key=lambda leaf: names[leaf].encode())
+        kinds = union.kinds
+        by_name = sorted(range(len(names)), key=names.__getitem__)  # as their UTF-8 is sorted
         row = np.zeros(len(names), np.int64)
         sorted_names: dict[int, list[str]] = {}
         for kind in (TENSOR, VALUE):
             leaves = [leaf for leaf in by_name if kinds[leaf] == kind]
             row[leaves] = np.arange(len(leaves))
             sorted_names[kind] = [names[leaf] for leaf in leaves]
-        renamed = [
-            {
+        renamed: list[dict[int, str]] = [
+            {}
+            if structure is union
+            else {
                 here: names[there]
                 for here, (old, there) in enumerate(zip(structure.names, numbers, strict=True))
                 if names[there] != old
@@ -173,6 +175,8 @@ def _flat_structure(items: WriteItems) -> Structure:
 
 
 def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
+    if len({(id(part.tensors), names.of[rank]) for rank, part in enumerate(items)}) == 1:
+        return _reorder_tensors(items[0], names)
     count = len(names.tensor_names)
     first_rank = np.full(count, -1)
     properties: list[Any] = [None] * count
@@ -213,6 +217,23 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
     # A tie counts only where every holder has it.
     alias_of = np.where((alias_low == alias_high) & (alias_low >= 0), alias_low, NO_ALIAS)
     return TensorTable.of(names.tensor_names, properties, shapes, alias_of.tolist())
+
+
+def _reorder_tensors(items: WriteItems, names: _Names) -> TensorTable:
+    """Where all ranks list the same tensors, as they do when all of them are sharded."""
+    rows, tensors = names.tensor_rows(0, items), items.tensors
+    order = np.argsort(rows, kind="stable")
+    flat, shape_start = ragged_rows(tensors.shape_start, order)
+    alias = tensors.alias_of[order]
+    target = rows[np.maximum(alias, 0)] if len(rows) else alias
+    return TensorTable(
+        names.tensor_names,
+        tensors.kinds,
+        tensors.kind[order],
+        shape_start,
+        tensors.shapes[flat],
+        np.where(alias == NO_ALIAS, NO_ALIAS, target),
+    )
 
 
 # --- chunks ---------------------------------------------------------------------------------------

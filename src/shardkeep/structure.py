@@ -105,6 +105,18 @@ def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
             _dotted_names(child, f"{prefix}{text}.", names)
 
 
+def _add_kinds(node: Node, kinds: list[int]) -> None:
+    if type(node) is int:
+        kinds.append(node)
+        return
+    children = node[2]
+    if all(type(child) is int for child in children):
+        kinds += children
+        return
+    for child in children:
+        _add_kinds(child, kinds)
+
+
 def _add_key_types(node: Node, found: set[type]) -> None:
     if type(node) is not int:
         if node[1] is not None:
@@ -153,14 +165,14 @@ class Structure:
         """Typed path of each leaf, in order."""
         if self._paths is None:
             self._paths = []
-            self._kinds = []
             self._walk(self.root, ())
         return self._paths
 
     @property
     def kinds(self) -> list[int]:
         """Kind of each leaf, in order."""
-        assert self.paths is not None
+        if not self._kinds:
+            _add_kinds(self.root, self._kinds)
         return self._kinds
 
     @property
@@ -198,7 +210,6 @@ class Structure:
         assert self._paths is not None
         if type(node) is int:
             self._paths.append(path)
-            self._kinds.append(node)
             return
         kind, keys, children, _ = node
         for key, child in zip(
@@ -206,7 +217,6 @@ class Structure:
         ):
             if type(child) is int:
                 self._paths.append((*path, key))
-                self._kinds.append(child)
             else:
                 self._walk(child, (*path, key))
 
@@ -327,7 +337,7 @@ def merge(
     are, where `structures` are not those of all ranks in order.
     """
     if len(structures) == 1:
-        return structures[0], [list(range(len(structures[0].paths)))]
+        return structures[0], [list(range(len(structures[0].kinds)))]
     root: _Merged | None = None
     leaves: list[list[_Merged]] = []
     for rank, structure in zip(ranks or range(len(structures)), structures, strict=True):
