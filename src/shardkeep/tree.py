@@ -37,6 +37,7 @@ __all__ = ["FlatState", "Leaf", "PerRank", "Stateful", "fill", "flatten"]
 
 T = TypeVar("T")
 _TEXT = {str}
+_PLAIN = {int, float, str, bool, type(None)}
 
 
 @runtime_checkable
@@ -200,14 +201,18 @@ def given_state(states: States, value: object, path: Path) -> Mapping[str, Any]:
 
 
 def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Path, object]]:
-    if depth > MAX_DEPTH or adapter_of(value) is not None:
+    if depth > MAX_DEPTH:
         return
-    if isinstance(value, PerRank):
+    if type(value) is dict:
+        for key, child in value.items():
+            kind = type(child)
+            # Asked here, because most dicts of a state hold arrays only.
+            if kind not in _PLAIN and adapter_of_type(kind) is None:  # type: ignore[arg-type]
+                yield from _find_statefuls(child, (*path, key), depth + 1)
+    elif adapter_of(value) is not None:
+        return
+    elif isinstance(value, PerRank):
         yield from _find_statefuls(value.value, path, depth + 1)
-    elif type(value) is dict and all(
-        adapter_of_type(kind) is not None for kind in set(map(type, value.values()))
-    ):
-        return  # arrays only, as most dicts of a state are
     elif is_split_mapping(value):
         for key, child in value.items():  # type: ignore[attr-defined]
             yield from _find_statefuls(child, (*path, key), depth + 1)
@@ -237,6 +242,8 @@ class _Walk:
                 f"{dotted(path[:8])}...: nested deeper than {MAX_DEPTH}, or a container that "
                 "holds itself"
             )
+        if type(value) is dict:
+            return self._mapping(value, path, depth)
         adapter = adapter_of(value)
         if adapter is not None:
             return self._array(adapter, value, path, depth)
@@ -272,8 +279,12 @@ class _Walk:
 
     def _mapping(self, value: Mapping[Key, object], path: Path, depth: int) -> Node:
         kind = "ordered_dict" if isinstance(value, OrderedDict) else "dict"
-        children = self._arrays_only(value)
-        if children is not None:
+        if self._has_plain_names(value):
+            self.key_types.add(str)
+            children = self._arrays_only(list(value.values()))
+            if children is None:
+                below = depth + 1
+                children = [self.node(c, (*path, key), below) for key, c in value.items()]
             return [kind, list(value), children, None]
         keys, children, seen = [], [], set()
         for key, child in value.items():
@@ -289,20 +300,20 @@ class _Walk:
             children.append(self.node(child, (*path, plain), depth + 1))
         return [kind, keys, children, None]
 
-    def _arrays_only(self, value: Mapping[Key, object]) -> list[Node] | None:
-        """Take a dict of arrays under plain names, as most of a state is, all at once."""
-        if type(value) not in (dict, OrderedDict) or not set(map(type, value)) <= _TEXT:
-            return None
-        if not "".join(value).isascii():
-            return None  # it may not even be valid Unicode
-        arrays = list(value.values())
+    def _has_plain_names(self, value: Mapping[Key, object]) -> bool:
+        """Whether its keys are stored as they are; other text may not even be valid Unicode."""
+        if type(value) is not dict and type(value) is not OrderedDict:
+            return False
+        return set(map(type, value)) <= _TEXT and "".join(value).isascii()
+
+    def _arrays_only(self, arrays: list[object]) -> list[Node] | None:
+        """Take the values of a dict all at once, if they are arrays, as most of a state are."""
         kinds = list(map(type, arrays))
         for kind in set(kinds):
             if self._simple(kind) is None:
                 return None
         if any_sets_shard_fields(arrays):
             return None
-        self.key_types.add(str)
         self.values += arrays
         self.adapters += map(self._known.__getitem__, kinds)
         return [TENSOR] * len(arrays)
