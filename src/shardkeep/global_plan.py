@@ -224,12 +224,18 @@ def _reorder_tensors(items: WriteItems, names: _Names) -> TensorTable:
     rows, tensors = names.tensor_rows(0, items), items.tensors
     order = np.argsort(rows, kind="stable")
     flat, shape_start = ragged_rows(tensors.shape_start, order)
+    # Kinds are numbered as they come, so that the same tensors make the same index.
+    kind = tensors.kind[order]
+    used, first = np.unique(kind, return_index=True)
+    used = used[np.argsort(first)]
+    number = np.zeros(len(tensors.kinds), np.uint16)
+    number[used] = np.arange(len(used))
     alias = tensors.alias_of[order]
     target = rows[np.maximum(alias, 0)] if len(rows) else alias
     return TensorTable(
         names.tensor_names,
-        tensors.kinds,
-        tensors.kind[order],
+        tuple(tensors.kinds[at] for at in used.tolist()),
+        number[kind],
         shape_start,
         tensors.shapes[flat],
         np.where(alias == NO_ALIAS, NO_ALIAS, target),
