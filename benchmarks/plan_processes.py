@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import shardkeep
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.groups import coordinator_for, flush
@@ -202,15 +203,31 @@ def plan_ours(state: dict[str, Any], directory: str) -> Round:
 # --- the run --------------------------------------------------------------------------------------
 
 
+SAVES = 4
+"""Whole saves of the same state, to see what the plan of the first is good for."""
+
+
+def save_again(state: dict[str, Any], base: str) -> list[dict[str, float]]:
+    """What each of a few saves says about its planning."""
+    out = []
+    for number in range(SAVES):
+        state["step"] += 1
+        dist.barrier()
+        stats = shardkeep.save(state, os.path.join(base, f"again.{number}")).stats
+        out.append({key: value for key, value in stats.items() if key.startswith("plan_")})
+    return out
+
+
 def work(rank: int, world_size: int, tensors: int, rounds: int, base: str) -> dict[str, Any]:
-    """On every rank: both sides in turn, each first in every other round."""
+    """On every rank: both sides in turn, each first in every other round; then whole saves."""
     state = sharded_state(tensors, world_size)
     sides = {"torch": plan_torch, "shardkeep": plan_ours}
-    out: dict[str, list[Round]] = {side: [] for side in sides}
+    out: dict[str, Any] = {side: [] for side in sides}
     for number in range(rounds):
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
             directory = os.path.join(base, f"{side}.{number}")
             out[side].append(sides[side](state, directory))
+    out["saves"] = save_again(state, base)
     flush()
     dist.destroy_process_group()
     return out
@@ -233,6 +250,17 @@ def run(processes: int, tensors: int, rounds: int, base: str | None = None) -> d
             "cpu": cpu,
             "steps": steps,
         }
+    out["saves"] = [
+        {
+            "plan_s": max(one["saves"][number]["plan_s"] for one in ranks),
+            "reused": ranks[0]["saves"][number]["plan_reused"],
+            "bytes": max(
+                one["saves"][number]["plan_sent"] + one["saves"][number]["plan_received"]
+                for one in ranks
+            ),
+        }
+        for number in range(SAVES)
+    ]
     out["ratio"] = out["torch"]["median"] / out["shardkeep"]["median"]
     out["cpu_ratio"] = out["torch"]["cpu"] / out["shardkeep"]["cpu"]
     out["load"] = os.getloadavg()[0]
@@ -257,6 +285,14 @@ def show(console: Console, numbers: dict[str, Any]) -> None:
     for side in SIDES:
         every = ", ".join(f"{value:.2f}" for value in numbers[side]["seconds"])
         console.print(f"{side}, all rounds: {every} s")
+    saves = Table(title="Saves of the same state, by Shardkeep")
+    for heading in ("save", "seconds of planning", "bytes of messages about it", "to the first"):
+        saves.add_column(heading, justify="right")
+    first = numbers["saves"][0]["plan_s"]
+    for number, one in enumerate(numbers["saves"], 1):
+        row = (f"{one['plan_s']:.3f}", f"{one['bytes']:.0f}", f"{one['plan_s'] / first:.3f}")
+        saves.add_row(str(number), *row)
+    console.print(saves)
     console.print(
         f"ratio of medians: {numbers['ratio']:.1f}; of CPU seconds: {numbers['cpu_ratio']:.1f}; "
         f"load average {numbers['load']:.1f}"

@@ -355,15 +355,16 @@ def test_dcp_1_write_error_on_another_thread_is_swallowed(tmp_path, monkeypatch)
 @pytest.mark.parametrize("step", ["sync", "close", "allocate"])
 def test_dcp_1_other_failures_of_a_file(tmp_path, monkeypatch, step):
     """A failed fsync, close or allocation of the k-th file is an error, for every k."""
-    original = getattr(WriteFile, step)
+    original, lock = getattr(WriteFile, step), threading.Lock()
     for number in itertools.count(1):
-        calls = 0
+        calls = []  # files may be written side by side
 
-        def failing(self, *args, number=number):
-            nonlocal calls
-            calls += 1
+        def failing(self, *args, number=number, calls=calls):
+            with lock:
+                calls.append(args)
+                fails = len(calls) == number
             original(self, *args)
-            if calls == number:
+            if fails:
                 raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(WriteFile, step, failing)
@@ -382,7 +383,7 @@ def test_dcp_1_other_failures_of_a_file(tmp_path, monkeypatch, step):
                 shardkeep.open(path)
             assert files_in(path) == []
         else:
-            assert calls < number
+            assert len(calls) < number
             break
     assert number > 3
 

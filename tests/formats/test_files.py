@@ -207,6 +207,8 @@ def test_a_rank_with_much_to_write_has_several_files():
 
 def test_an_interrupt_ends_all_files_soon(tmp_path, monkeypatch):
     monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    # Whoever runs the tests in the background may have had it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main, late, raised = threading.main_thread(), [], threading.Event()
     real = WriteFile.write_at
 
@@ -222,8 +224,11 @@ def test_an_interrupt_ends_all_files_soon(tmp_path, monkeypatch):
     large = {f"t{i}": np.full(10 << 20, i, np.float32) for i in range(8)}
     used = NativeWriter(tmp_path / "c", limits=Limits(payload=41 << 20), memory_budget=32 << 20)
     begun = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        shardkeep.save(large, tmp_path / "c", storage_writer=used)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            shardkeep.save(large, tmp_path / "c", storage_writer=used)
+    finally:
+        signal.signal(signal.SIGINT, before)
     raised.set()
     assert time.monotonic() - begun < 8
     time.sleep(0.3)

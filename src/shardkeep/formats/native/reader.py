@@ -45,8 +45,9 @@ from shardkeep.tables import ChunkTable, LocationColumns
 __all__ = ["NativeReader"]
 
 
-MAX_OPEN = 64
-"""Data files kept open; a checkpoint may have more of them than a process may open."""
+MAX_OPEN = 32
+"""Data files kept open, each with up to two descriptors; a checkpoint may have more of them than a
+process may open."""
 
 
 @dataclass(slots=True)
