@@ -9,7 +9,7 @@ the module an array's class comes from and imported on first need: the core impo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import add
@@ -369,7 +369,7 @@ class ArrayAdapter(Protocol):
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Where loaded bytes go; allocates abstract targets on `device`."""
 
-    def settle(self, values: Sequence[Any]) -> Staging | None:
+    def settle(self, values: Iterable[Any]) -> Staging | None:
         """Wait until nothing computes with these arrays any more, on whatever device.
 
         Returns how their elements are best copied; None where they are in host memory.
@@ -445,12 +445,13 @@ def any_sets_shard_fields(values: Sequence[object]) -> bool:
 
 def settle_all(adapters: Sequence[ArrayAdapter | None], values: Sequence[object]) -> Staging | None:
     """`settle` for the arrays of a state, each by its adapter."""
-    arrays: dict[int, tuple[ArrayAdapter, list[object]]] = {}
-    for adapter, value in zip(adapters, values, strict=True):
-        if adapter is not None:
-            arrays.setdefault(id(adapter), (adapter, []))[1].append(value)
-    answers = [adapter.settle(mine) for adapter, mine in arrays.values()]
-    return next((answer for answer in answers if answer is not None), None)
+    found = None
+    for adapter in {id(one): one for one in adapters if one is not None}.values():
+        # Made as they are asked for: mostly there is no device, and nobody asks.
+        mine = (value for one, value in zip(adapters, values, strict=True) if one is adapter)
+        answer = adapter.settle(mine)
+        found = answer if found is None else found
+    return found
 
 
 def _adapter_in(module: str) -> ArrayAdapter:

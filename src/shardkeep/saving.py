@@ -16,7 +16,7 @@ from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.holding import StalePlan
 from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import Metadata, MetadataIndex
-from shardkeep.planner import Place, SavePlan, SavePlanner
+from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns
@@ -98,7 +98,7 @@ def run_save(
             clock.lap("set up")
 
             plan = planning.plan(start.reuse)
-            planned(sum(_item_bytes(plan)))
+            planned(_item_bytes(plan))
             clock.lap("plan")
 
             results: list[WriteResult] | None = None
@@ -172,11 +172,9 @@ def _follow_set_up(writer: StorageWriter, place: Place, word: bytes) -> None:
         writer.set_up_storage_writer(place, word)
 
 
-def _item_bytes(plan: SavePlan) -> list[int]:
-    from shardkeep.planner import WriteItems
-
+def _item_bytes(plan: SavePlan) -> int:
     items = WriteItems.of(plan.items)
-    return items.chunks.nbytes(items.tensors).tolist()  # type: ignore[no-any-return]
+    return int(items.chunks.nbytes(items.tensors).sum())
 
 
 def _encode_results(results: list[WriteResult] | None) -> bytes:

@@ -61,7 +61,8 @@ def _step(value: Any, node: Node) -> _Step | None:
             return None
         children = list(value.values())
         if all(part == TENSOR for part in node[2]):
-            return (_ARRAYS, kind, list(value), list(map(id, children)))
+            ids = list(map(id, children))
+            return (_ARRAYS, kind, list(value), set(map(type, value)), ids)
     elif node[0] in ("list", "tuple", "named_tuple"):
         children = list(value)
     else:
@@ -70,15 +71,15 @@ def _step(value: Any, node: Node) -> _Step | None:
     if None in steps:
         return None
     if kind in _MAPPINGS:
-        return (_MAPPING, kind, list(value), steps)
+        return (_MAPPING, kind, list(value), set(map(type, value)), steps)
     return (_SEQUENCE, kind, steps)
 
 
 def _follow(value: Any, step: _Step, leaves: list[object]) -> bool:
     what = step[0]
     if what == _ARRAYS:
-        _, kind, keys, ids = step
-        if type(value) is not kind or not _same_keys(value, keys):
+        _, kind, keys, types, ids = step
+        if type(value) is not kind or list(value) != keys or set(map(type, value)) != types:
             return False
         arrays = list(value.values())
         leaves += arrays
@@ -91,7 +92,8 @@ def _follow(value: Any, step: _Step, leaves: list[object]) -> bool:
     if type(value) is not step[1]:
         return False
     if what == _MAPPING:
-        return _same_keys(value, step[2]) and _follow_all(list(value.values()), step[3], leaves)
+        same = list(value) == step[2] and set(map(type, value)) == step[3]
+        return same and _follow_all(list(value.values()), step[4], leaves)
     return _follow_all(value, step[2], leaves)
 
 
@@ -99,11 +101,6 @@ def _follow_all(values: Sequence[object], steps: list[_Step], leaves: list[objec
     return len(values) == len(steps) and all(
         _follow(value, step, leaves) for value, step in zip(values, steps, strict=True)
     )
-
-
-def _same_keys(value: Any, keys: list[Any]) -> bool:
-    found = list(value)
-    return found == keys and set(map(type, found)) == set(map(type, keys))
 
 
 def _is_plain(value: object) -> bool:

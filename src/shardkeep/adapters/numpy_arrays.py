@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -81,7 +81,7 @@ class NumpyArrays:
         piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
         return LocalTarget(array.shape, dtype, (piece,), value)
 
-    def settle(self, values: Sequence[Array]) -> Staging | None:
+    def settle(self, values: Iterable[Array]) -> Staging | None:
         """Nothing computes behind numpy's back."""
         return None
 

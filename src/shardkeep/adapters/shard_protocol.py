@@ -7,7 +7,7 @@ for PyTorch works here unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardkeep.arrays import (
@@ -108,7 +108,7 @@ class ShardValues:
         pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         return LocalTarget(shape, inner.dtype, pieces, value)
 
-    def settle(self, values: Sequence[Any]) -> Staging | None:
+    def settle(self, values: Iterable[Any]) -> Staging | None:
         """Those of the local arrays."""
         found = [_local(value, "") for value in values]
         return settle_all([adapter for adapter, _ in found], [local for _, local in found])

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -94,7 +94,7 @@ class ShardedArrays:
         result = value if same else replace(value, local_shards=tuple(shards))
         return LocalTarget(value.shape, lookup(value.dtype), pieces, result)
 
-    def settle(self, values: Sequence[ShardedArray]) -> Staging | None:
+    def settle(self, values: Iterable[ShardedArray]) -> Staging | None:
         """Those of the local arrays."""
         arrays = [shard.array for value in values for shard in value.local_shards]
         return settle_all([adapter_of(array) for array in arrays], arrays)

@@ -8,7 +8,7 @@ for uneven ones; so they are not asked, and a local tensor of another shape is r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -91,7 +91,7 @@ class TorchDistributed:
         """Local tensors are filled in place; meta DTensors are allocated."""
         return _kind(value).target(value, where, device)
 
-    def settle(self, values: Sequence[Any]) -> Staging | None:
+    def settle(self, values: Iterable[Any]) -> Staging | None:
         """What the local tensors need."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None

@@ -8,7 +8,7 @@ its data pointer and is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -126,7 +126,7 @@ class TorchTensors:
         piece = SinkPiece(whole(shape), sink, memory)
         return LocalTarget(shape, dtype, (piece,), result)
 
-    def settle(self, values: Sequence[torch.Tensor]) -> Staging | None:
+    def settle(self, values: Iterable[torch.Tensor]) -> Staging | None:
         """Wait for the devices; copies from and to them go through pinned memory."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
