@@ -219,15 +219,15 @@ def save_again(state: dict[str, Any], base: str) -> list[dict[str, float]]:
 
 
 def work(rank: int, world_size: int, tensors: int, rounds: int, base: str) -> dict[str, Any]:
-    """On every rank: both sides in turn, each first in every other round; then whole saves."""
+    """On every rank: a few whole saves, then both sides in turn; each begins every other round."""
     state = sharded_state(tensors, world_size)
     sides = {"torch": plan_torch, "shardkeep": plan_ours}
     out: dict[str, Any] = {side: [] for side in sides}
+    out["saves"] = save_again(state, base)
     for number in range(rounds):
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
             directory = os.path.join(base, f"{side}.{number}")
             out[side].append(sides[side](state, directory))
-    out["saves"] = save_again(state, base)
     flush()
     dist.destroy_process_group()
     return out
