@@ -30,6 +30,7 @@ __all__ = [
     "HostSource",
     "LocalTarget",
     "Memory",
+    "NotComposite",
     "PartSink",
     "Sink",
     "SinkPiece",
@@ -336,6 +337,18 @@ class ArrayParts:
     """Inner arrays by name."""
     attributes: Mapping[str, object]
     """What else makes it what it is: plain values that must be the same on load."""
+
+
+class NotComposite:
+    """For adapters whose arrays are stored as they are, never as arrays they are made of."""
+
+    def is_composite(self, kind: type) -> bool:
+        """Never."""
+        return False
+
+    def parts(self, value: Any) -> ArrayParts:
+        """Nobody asks."""
+        raise TypeError(f"a {type(value).__qualname__} has no parts")
 
 
 class ArrayAdapter(Protocol):

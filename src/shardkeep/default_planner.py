@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
@@ -180,14 +179,12 @@ class DefaultSavePlanner(SavePlanner):
 
     def digests(self, pieces: Sequence[int], values: Sequence[int]) -> list[bytes]:
         """What undeclared replicas are compared by: first of these pieces, then of these values."""
-        found = [self._digest(number) for number in pieces]
+        held = self._holding.pieces(np.array(pieces, np.int64))
+        found = [self._digest(source, nbytes, itemsize) for source, nbytes, itemsize in held]
         return found + [xxhash.xxh3_128_digest(self._values[number]) for number in values]
 
-    def _digest(self, number: int) -> bytes:
+    def _digest(self, source: Source, nbytes: int, itemsize: int) -> bytes:
         """All bytes of a small piece; of a large one all, or its two ends and its middle."""
-        box, source = self._holding.piece(number)
-        itemsize = self._holding.itemsize(number)
-        nbytes = math.prod(box.sizes) * itemsize
         if nbytes <= FULL_DIGEST_BYTES or self.check_replicas == "full":
             spans = [(at, min(at + _UNIT, nbytes)) for at in range(0, nbytes, _UNIT)]
         else:

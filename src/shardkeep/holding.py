@@ -21,7 +21,7 @@ from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import LocalColumns, Place, WriteItems
-from shardkeep.structure import Structure
+from shardkeep.structure import DISTINCT_KEYS, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable
 from shardkeep.traces import Trace
 from shardkeep.tree import FlatState
@@ -29,7 +29,6 @@ from shardkeep.tree import FlatState
 __all__ = ["Holding", "Look", "StalePlan", "replica_number"]
 
 MAX_DIMS = 32
-_PLAIN_KEYS = {str, int}
 
 
 def _no_rows() -> Ints:
@@ -46,8 +45,6 @@ class Look:
 
     structure: Structure
     """The nesting."""
-    key_types: frozenset[type]
-    """Of the keys in it."""
     tensor_leaf: list[int]
     """The leaves that are arrays."""
     value_leaf: list[int]
@@ -75,14 +72,14 @@ class Look:
 
     @property
     def is_comparable(self) -> bool:
-        """Whether an equal look means an equal plan: Python takes 1, 1.0 and True for equal."""
-        return self.key_types <= _PLAIN_KEYS and None not in self.glances
+        """Whether an equal look means an equal plan."""
+        return self.structure.key_types <= DISTINCT_KEYS and None not in self.glances
 
     def same(self, other: Look) -> bool:
         """Whether nesting, names and forms are equal; ties are not looked at."""
         return (
             self.is_comparable
-            and self.key_types == other.key_types
+            and self.structure.key_types == other.structure.key_types
             and self.structure.root == other.structure.root
             and self.glances == other.glances
         )
@@ -105,8 +102,7 @@ class Holding:
         """A first look: what can be seen of a tensor without working out its boxes."""
         tensors = [leaf for leaf, adapter in enumerate(flat.adapters) if adapter is not None]
         others = [leaf for leaf, adapter in enumerate(flat.adapters) if adapter is None]
-        types = frozenset(flat.key_types)
-        out = cls(flat, Look(flat.structure, types, tensors, others, [], adapters=flat.adapters))
+        out = cls(flat, Look(flat.structure, tensors, others, [], adapters=flat.adapters))
         out.look.glances = out._by_adapter(lambda adapter, arrays: adapter.glances(arrays))
         return out
 
@@ -115,12 +111,12 @@ class Holding:
         """A state whose arrays are the very objects that the look was taken of.
 
         They may have been changed in place, so forms are checked again when elements are asked for
-        (`piece`). What nobody will ask for, the empty and the tied, is checked here.
+        (`sources`). What nobody will ask for, the empty and the tied, is checked here.
         """
         leaves = look.trace.follow(state) if look.trace is not None else None
         if leaves is None:
             return None
-        flat = FlatState(look.structure, leaves, look.adapters, set(), set(look.key_types))
+        flat = FlatState(look.structure, leaves, look.adapters, set())
         out = cls(flat, replace(look), trusted=True)
         if not out._are_as_seen(look.unasked):
             return None
@@ -267,10 +263,14 @@ class Holding:
         value_names = [names[leaf] for leaf in self.look.value_leaf]
         return WriteItems(tensors, chunks, value_names, range(len(value_names)), local)
 
-    def itemsize(self, number: int) -> int:
-        """Bytes of an element of a piece."""
-        form: ArrayForm = self.look.forms[self.look.form[self.look.tensor[number]]]
-        return form.dtype.itemsize
+    def pieces(self, numbers: Ints) -> list[tuple[Source, int, int]]:
+        """The elements of pieces, with the bytes of each piece and of an element of it."""
+        boxes = self.look.boxes.take(numbers)
+        sizes = np.array([form.dtype.itemsize for form in self.look.forms], np.int64)
+        itemsize = sizes[self.look.form[self.look.tensor[numbers]]]
+        nbytes = boxes.volumes() * itemsize
+        sources = self.sources(numbers, boxes)
+        return list(zip(sources, nbytes.tolist(), itemsize.tolist(), strict=True))
 
     def sources(self, numbers: Ints, boxes: Boxes) -> list[Source]:
         """The elements of parts of pieces, given by box; from any thread."""
@@ -297,11 +297,6 @@ class Holding:
             if len(sources) > 1:
                 self._several[row] = sources
         return sources
-
-    def piece(self, number: int) -> tuple[ChunkStorageMetadata, Source]:
-        """A box that this rank holds, and its elements. May be called from any thread."""
-        boxes = self.look.boxes.part(number, number + 1)
-        return boxes[0], self.sources(np.array([number]), boxes)[0]
 
 
 def _part(source: Source, held: ChunkStorageMetadata, box: ChunkStorageMetadata) -> Source:

@@ -38,10 +38,10 @@ class _Remembered:
     look: Look
     plan: SavePlan
     share: bytes
-    metadata: Metadata | None = None
+    metadata: Metadata | None
     """The coordinator's alone, as all that follows."""
-    shared: Shared | None = None
-    storage: object = None
+    shared: Shared | None
+    storage: object
 
 
 @dataclass(eq=False)
@@ -67,6 +67,7 @@ class Planning:
         self._state = state
         self._writer = writer
         self._planner = planner
+        self._ours = planner if isinstance(planner, DefaultSavePlanner) else None
         self._coordinator = coordinator
         self._memory = memory
         self._place = Place(coordinator.rank, coordinator.world_size)
@@ -137,22 +138,20 @@ class Planning:
 
     def _all_propose(self, last: _Remembered | None) -> bool:
         def propose() -> bytes:
-            planner = self._planner
-            if last is None or not isinstance(planner, DefaultSavePlanner):
-                return b""
-            if last.key != self._key():
+            if last is None or self._ours is None or last.key != self._key():
                 return b""
             self._is_set_up = True
-            return last.number if planner.recognise(self._state, self._place, last.look) else b""
+            same = self._ours.recognise(self._state, self._place, last.look)
+            return last.number if same else b""
 
         def decide(told: list[bytes]) -> list[bytes]:
             agreed = bool(told[0]) and len(set(told)) == 1
             return [b"\1" if agreed else b"\0"] * len(told)
 
         agreed = self._exchange("propose plan", propose, decide) == b"\1"
-        if not agreed and isinstance(self._planner, DefaultSavePlanner):
+        if not agreed and self._ours is not None and self._ours.is_trusting:
             # What was recognised by its objects has not been looked at: a new plan needs a look.
-            self._is_set_up = self._is_set_up and not self._planner.is_trusting
+            self._is_set_up = False
         return agreed
 
     def _recall(self, last: _Remembered) -> None:
@@ -166,7 +165,7 @@ class Planning:
     def _make(self) -> tuple[SavePlan, bytes, Shared | None]:
         planner, writer, place = self._planner, self._writer, self._place
         self._memory.last = None  # also if this one fails: there is no other
-        ours = planner if isinstance(planner, DefaultSavePlanner) else None
+        ours = self._ours
         local: list[SavePlan] = []
 
         def make_local() -> bytes:
@@ -198,18 +197,14 @@ class Planning:
         return plan, share, shared
 
     def _remember(self, number: bytes, plan: SavePlan, share: bytes, shared: Shared | None) -> None:
-        key, planner = self._key(), self._planner
-        if key is None or not isinstance(planner, DefaultSavePlanner):
+        key, ours = self._key(), self._ours
+        if key is None or ours is None or not ours.look.is_comparable:
             return
-        look = planner.look
-        if not look.is_comparable:
-            return
-        planner.take_trace(self._state)
-        remembered = _Remembered(number, key, look, plan, share)
-        if self._place.is_coordinator:
-            storage = self._writer.plan_memory()
-            remembered = _Remembered(number, key, look, plan, share, self.metadata, shared, storage)
-        self._memory.last = remembered
+        ours.take_trace(self._state)
+        storage = self._writer.plan_memory()
+        self._memory.last = _Remembered(
+            number, key, ours.look, plan, share, self.metadata, shared, storage
+        )
 
     # --- undeclared replicas
 
@@ -217,8 +212,8 @@ class Planning:
         """Digest what is shared with other ranks; an error names what differs. False: stale."""
         if not share:
             return True
-        planner = self._planner
-        assert isinstance(planner, DefaultSavePlanner)
+        planner = self._ours
+        assert planner is not None
         mine = Share.decode(share)
         digests: list[bytes] = []
 

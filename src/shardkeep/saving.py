@@ -79,6 +79,23 @@ def run_save(
     planned: Callable[[int], None] = lambda nbytes: None,
 ) -> SaveResult:
     """Save `state` from every rank of the group; returns once it is committed everywhere."""
+    given = (state, checkpoint_id, writer, planner, coordinator, options, read_metadata, planned)
+    while (result := _attempt(*given)) is None:
+        writer.reset(checkpoint_id)
+    return result
+
+
+def _attempt(
+    state: object,
+    checkpoint_id: str,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    coordinator: Coordinator,
+    options: Mapping[str, Any],
+    read_metadata: Callable[[str], Metadata],
+    planned: Callable[[int], None],
+) -> SaveResult | None:
+    """One save; None, on all ranks alike, where the plan used again was stale and is forgotten."""
     place = Place(coordinator.rank, coordinator.world_size)
     memory = coordinator.memory.setdefault("plan", PlanMemory())
     planning = Planning(state, writer, planner, coordinator, memory)
@@ -127,17 +144,7 @@ def run_save(
             raise
     if answer == _STALE:
         planning.forget()
-        writer.reset(checkpoint_id)
-        return run_save(
-            state,
-            checkpoint_id=checkpoint_id,
-            writer=writer,
-            planner=planner,
-            coordinator=coordinator,
-            options=options,
-            read_metadata=read_metadata,
-            planned=planned,
-        )
+        return None
     assert results is not None
     done = msgspec.msgpack.decode(answer, type=_Committed)
     written = sum(result.size_in_bytes for result in results)

@@ -147,6 +147,8 @@ _KEYED = (*_MAPPINGS, "per_rank", "parts")
 _KINDS = (*_KEYED, "list", "tuple", "named_tuple")
 _PLAIN_KEYS = {str, bool, type(None)}
 """Keys that msgpack keeps as they are, whatever their value."""
+DISTINCT_KEYS = {str, int}
+"""Keys that are equal only if they are of one class: Python takes 1, 1.0 and True for equal."""
 
 
 class Structure:
@@ -194,9 +196,11 @@ class Structure:
     @property
     def has_simple_keys(self) -> bool:
         """Whether every key is text, a number or None, whose names no version will change."""
-        return self._all_key_types() <= {str, int, bool, type(None)}
+        return self.key_types <= {str, int, bool, type(None)}
 
-    def _all_key_types(self) -> set[type]:
+    @property
+    def key_types(self) -> set[type]:
+        """Classes of all keys."""
         if self._key_types is None:
             self._key_types = set()
             _add_key_types(self.root, self._key_types)
@@ -222,7 +226,7 @@ class Structure:
 
     def encode(self) -> bytes:
         """As msgpack; keys that msgpack cannot tell apart are wrapped."""
-        plain = self._all_key_types() <= _PLAIN_KEYS
+        plain = self.key_types <= _PLAIN_KEYS
         return msgspec.msgpack.encode(self.root if plain else _wire(self.root))
 
     @classmethod

@@ -15,16 +15,14 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from shardkeep.arrays import adapter_of
-from shardkeep.structure import TENSOR, VALUE, Node
-from shardkeep.tree import FlatState, PerRank, flatten
+from shardkeep.structure import DISTINCT_KEYS, TENSOR, VALUE, Node
+from shardkeep.tree import SCALARS, FlatState, PerRank, flatten
 
 __all__ = ["Trace"]
 
 _ARRAYS, _MAPPING, _SEQUENCE, _PER_RANK, _ARRAY, _VALUE = range(6)
 _Step: TypeAlias = tuple[Any, ...]
 _MAPPINGS = (dict, OrderedDict)
-_KEYS = {str, int}
-"""Keys that are equal only if they are of one type."""
 
 
 class Trace:
@@ -57,12 +55,12 @@ def _step(value: Any, node: Node) -> _Step | None:
         return None if inner is None else (_PER_RANK, inner)
     children: list[Any]
     if kind in _MAPPINGS:
-        if not {type(key) for key in value} <= _KEYS:
+        keys, types = list(value), set(map(type, value))
+        if not types <= DISTINCT_KEYS:
             return None
         children = list(value.values())
         if all(part == TENSOR for part in node[2]):
-            ids = list(map(id, children))
-            return (_ARRAYS, kind, list(value), set(map(type, value)), ids)
+            return (_ARRAYS, kind, keys, types, list(map(id, children)))
     elif node[0] in ("list", "tuple", "named_tuple"):
         children = list(value)
     else:
@@ -71,7 +69,7 @@ def _step(value: Any, node: Node) -> _Step | None:
     if None in steps:
         return None
     if kind in _MAPPINGS:
-        return (_MAPPING, kind, list(value), set(map(type, value)), steps)
+        return (_MAPPING, kind, keys, types, steps)
     return (_SEQUENCE, kind, steps)
 
 
@@ -105,7 +103,7 @@ def _follow_all(values: Sequence[object], steps: list[_Step], leaves: list[objec
 
 def _is_plain(value: object) -> bool:
     """Whether it is one plain value, and not something that is taken apart."""
-    if type(value) in (int, float, str, bool, type(None)):
+    if type(value) in SCALARS:
         return True
     if adapter_of(value) is not None:
         return False

@@ -37,7 +37,8 @@ __all__ = ["FlatState", "Leaf", "PerRank", "Stateful", "fill", "flatten"]
 
 T = TypeVar("T")
 _TEXT = {str}
-_PLAIN = {int, float, str, bool, type(None)}
+SCALARS = {int, float, str, bool, type(None)}
+"""Classes of plain values that need no second look."""
 
 
 @runtime_checkable
@@ -102,7 +103,7 @@ def _splits(value: object, depth: int = 0) -> bool:
         return True  # too deep or a cycle: the walk finds it and says where
     for item in value:  # type: ignore[attr-defined]
         kind = type(item)
-        if kind in (int, float, str, bool) or item is None:
+        if kind in SCALARS:
             continue
         if isinstance(item, (Mapping, PerRank)):
             if kind is not Counter:
@@ -133,8 +134,6 @@ class FlatState:
     """The adapter of each array; None for a plain value."""
     fixed: set[int]
     """Leaves that cannot be set on load."""
-    key_types: set[type]
-    """Classes of the keys of mappings."""
     states: States = field(default_factory=dict)
     """What each `Stateful` gave, by identity; held, so that no identity is used twice."""
 
@@ -154,9 +153,7 @@ def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
     states = _ask_statefuls(state)
     walk = _Walk(states, rank, world_size)
     root = walk.node(state, (), 0)
-    return FlatState(
-        Structure(root), walk.values, walk.adapters, walk.fixed, walk.key_types, states
-    )
+    return FlatState(Structure(root), walk.values, walk.adapters, walk.fixed, states)
 
 
 def _ask_statefuls(state: object) -> States:
@@ -207,7 +204,7 @@ def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Pat
         for key, child in value.items():
             kind = type(child)
             # Asked here, because most dicts of a state hold arrays only.
-            if kind not in _PLAIN and adapter_of_type(kind) is None:  # type: ignore[arg-type]
+            if kind not in SCALARS and adapter_of_type(kind) is None:  # type: ignore[arg-type]
                 yield from _find_statefuls(child, (*path, key), depth + 1)
     elif adapter_of(value) is not None:
         return
@@ -233,7 +230,6 @@ class _Walk:
         self.values: list[object] = []
         self.adapters: list[ArrayAdapter | None] = []
         self.fixed: set[int] = set()
-        self.key_types: set[type] = set()
         self._known: dict[type, ArrayAdapter | None] = {}
 
     def node(self, value: object, path: Path, depth: int) -> Node:
@@ -280,7 +276,6 @@ class _Walk:
     def _mapping(self, value: Mapping[Key, object], path: Path, depth: int) -> Node:
         kind = "ordered_dict" if isinstance(value, OrderedDict) else "dict"
         if self._has_plain_names(value):
-            self.key_types.add(str)
             children = self._arrays_only(list(value.values()))
             if children is None:
                 below = depth + 1
@@ -296,7 +291,6 @@ class _Walk:
                 )
             seen.add(identity)
             keys.append(plain)
-            self.key_types.add(type(plain))
             children.append(self.node(child, (*path, plain), depth + 1))
         return [kind, keys, children, None]
 

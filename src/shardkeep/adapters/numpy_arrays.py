@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from shardkeep.arrays import (
     ArrayForm,
-    ArrayParts,
     HostSink,
     HostSource,
     LocalTarget,
     Memory,
+    NotComposite,
     SinkPiece,
     Source,
     Staging,
@@ -30,7 +30,7 @@ __all__ = ["ADAPTER"]
 Array = npt.NDArray[np.generic]
 
 
-class NumpyArrays:
+class NumpyArrays(NotComposite):
     """The adapter for `numpy.ndarray`."""
 
     def claims(self, kind: type) -> bool:
@@ -84,14 +84,6 @@ class NumpyArrays:
     def settle(self, values: Iterable[Array]) -> Staging | None:
         """Nothing computes behind numpy's back."""
         return None
-
-    def is_composite(self, kind: type) -> bool:
-        """Never."""
-        return False
-
-    def parts(self, value: object) -> ArrayParts:
-        """Nothing has parts here."""
-        raise NotImplementedError
 
     def from_numpy(self, array: Array, dtype: DType) -> object:
         """The array itself."""

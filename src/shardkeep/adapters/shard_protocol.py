@@ -14,8 +14,8 @@ from shardkeep.arrays import (
     SHARD_FIELDS,
     ArrayAdapter,
     ArrayForm,
-    ArrayParts,
     LocalTarget,
+    NotComposite,
     Source,
     Staging,
     library_adapter,
@@ -51,7 +51,7 @@ class ShardProtocol(Protocol):
     """Extent of each box."""
 
 
-class ShardValues:
+class ShardValues(NotComposite):
     """The adapter for values that follow `ShardProtocol`."""
 
     def claims(self, kind: type) -> bool:
@@ -112,14 +112,6 @@ class ShardValues:
         """Those of the local arrays."""
         found = [_local(value, "") for value in values]
         return settle_all([adapter for adapter, _ in found], [local for _, local in found])
-
-    def is_composite(self, kind: type) -> bool:
-        """Never: its boxes are boxes of one tensor."""
-        return False
-
-    def parts(self, value: object) -> ArrayParts:
-        """Nothing has parts here."""
-        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from shardkeep.arrays import (
     ArrayAdapter,
     ArrayForm,
-    ArrayParts,
     LocalTarget,
+    NotComposite,
     SinkPiece,
     Source,
     Staging,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ADAPTER"]
 
 
-class ShardedArrays:
+class ShardedArrays(NotComposite):
     """The adapter for `shardkeep.ShardedArray`."""
 
     def claims(self, kind: type) -> bool:
@@ -98,14 +98,6 @@ class ShardedArrays:
         """Those of the local arrays."""
         arrays = [shard.array for value in values for shard in value.local_shards]
         return settle_all([adapter_of(array) for array in arrays], arrays)
-
-    def is_composite(self, kind: type) -> bool:
-        """Never: its boxes are boxes of one tensor."""
-        return False
-
-    def parts(self, value: object) -> ArrayParts:
-        """Nothing has parts here."""
-        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

@@ -31,8 +31,8 @@ from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
 from shardkeep.adapters.torch_tensors import properties_of
 from shardkeep.arrays import (
     ArrayForm,
-    ArrayParts,
     LocalTarget,
+    NotComposite,
     SinkPiece,
     Source,
     Staging,
@@ -46,7 +46,7 @@ from shardkeep.sharding import Replicate, Shard
 __all__ = ["ADAPTER"]
 
 
-class TorchDistributed:
+class TorchDistributed(NotComposite):
     """The adapter for the tensor classes of `torch.distributed`; what differs is in their kind."""
 
     def claims(self, kind: type) -> bool:
@@ -96,14 +96,6 @@ class TorchDistributed:
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         return TENSORS.settle([part for value in values for part in _kind(value).locals(value)])
-
-    def is_composite(self, kind: type) -> bool:
-        """Never: their boxes are boxes of one tensor."""
-        return False
-
-    def parts(self, value: object) -> ArrayParts:
-        """Nothing has parts here."""
-        raise NotImplementedError
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """A plain tensor over the same memory."""

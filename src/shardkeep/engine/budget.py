@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One budget of memory for payload, handed out as equal buffers.
 
-A task takes its one buffer at once and never asks for a second while it holds it, so that tasks
-cannot wait for each other in a circle.
+A task that holds a buffer never waits for a second one, so that tasks cannot wait for each other in
+a circle.
 """
 
 from __future__ import annotations

@@ -106,13 +106,7 @@ class VerifiedFile:
         with self._lock:
             size = self.layout.size
             if self._level2 is None:
-                tail = np.empty(self.layout.file_size - self.layout.tail_start, np.uint8)
-                self.read_at(tail, self.layout.tail_start)
-                if self.algorithm.digest(tail) != self._root:
-                    raise CorruptionError(
-                        f"{self.name}: the digests at its end do not match the record"
-                    )
-                self._level2 = tail.tobytes()
+                self._level2 = self._checked_tail()
             if page not in self._pages:
                 offset, length = self.layout.page_range(page)
                 data = np.empty(length, np.uint8)
@@ -124,15 +118,18 @@ class VerifiedFile:
 
     def check_digests(self) -> None:
         """Check every page of digests, also of blocks nobody read."""
-        for page in range(max(self.layout.pages, 1)):
-            self._load_page(page) if self.layout.pages else self._check_empty()
+        if self.layout.pages == 0:
+            self._checked_tail()
+        for page in range(self.layout.pages):
+            self._load_page(page)
 
-    def _check_empty(self) -> None:
-        with self._lock:
-            tail = np.empty(self.layout.file_size - self.layout.tail_start, np.uint8)
-            self.read_at(tail, self.layout.tail_start)
-            if self.algorithm.digest(tail) != self._root:
-                raise CorruptionError(f"{self.name}: its end does not match the record")
+    def _checked_tail(self) -> bytes:
+        """What follows level 1, compared with the root in the record."""
+        tail = np.empty(self.layout.file_size - self.layout.tail_start, np.uint8)
+        self.read_at(tail, self.layout.tail_start)
+        if self.algorithm.digest(tail) != self._root:
+            raise CorruptionError(f"{self.name}: the digests at its end do not match the record")
+        return tail.tobytes()
 
     def read_range(self, offset: int, nbytes: int) -> bytes:
         """Some bytes, read as the blocks they lie in, and checked."""
