@@ -59,7 +59,7 @@ def test_empty_containers_are_kept():
     state = {"a": {}, "b": [], "c": (), "d": OrderedDict(), "e": {"f": {}}}
     flat = flatten(state)
     assert flat.structure.names == ["b", "c"]
-    built = Structure.decode(flat.structure.encode()).build(lambda i: flat.leaves[i].value)
+    built = Structure.decode(flat.structure.encode()).build(lambda i: flat.values[i])
     assert built == state
     assert type(built["d"]) is OrderedDict
 
@@ -67,7 +67,7 @@ def test_empty_containers_are_kept():
 def test_build_gives_the_same_nesting():
     state = {"t": (1, np.zeros(1)), "l": [{"a": 1}], "o": OrderedDict(z=1, a=2), 3: {None: 4}}
     flat = flatten(state)
-    built = Structure.decode(flat.structure.encode()).build(lambda i: flat.leaves[i].value)
+    built = Structure.decode(flat.structure.encode()).build(lambda i: flat.values[i])
     assert repr(built) == repr(state)
     assert list(built["o"]) == ["z", "a"]
 
@@ -120,7 +120,7 @@ def test_statefuls_get_their_state_back():
     module = Module(order, "m", w=np.zeros(2), step=1)
     state = {"m": module}
     flat = flatten(state)
-    results = [leaf.value for leaf in flat.leaves]
+    results = list(flat.values)
     results[1] = 7
     assert fill(state, flat, results) is state
     assert module.loaded["step"] == 7

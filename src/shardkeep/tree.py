@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from shardkeep import values
@@ -33,7 +32,7 @@ from shardkeep.structure import (
     key_identity,
 )
 
-__all__ = ["FlatState", "Leaf", "PerRank", "Stateful", "fill", "flatten"]
+__all__ = ["FlatState", "PerRank", "Stateful", "fill", "flatten"]
 
 T = TypeVar("T")
 _TEXT = {str}
@@ -58,20 +57,6 @@ class PerRank(Generic[T]):
 
     value: T
     """Anything a state may hold: a plain value, an array, a container of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """One array or plain value and where it was found."""
-
-    path: Path
-    """Keys and indices from the root."""
-    value: object
-    """The array or the plain value itself."""
-    kind: int
-    """`TENSOR` or `VALUE`."""
-    fixed: bool = False
-    """Cannot be set on load: what is stored must equal what the target has."""
 
 
 def is_stateful(value: object) -> bool:
@@ -136,16 +121,6 @@ class FlatState:
     """Leaves that cannot be set on load."""
     states: States = field(default_factory=dict)
     """What each `Stateful` gave, by identity; held, so that no identity is used twice."""
-
-    @cached_property
-    def leaves(self) -> list[Leaf]:
-        """Each leaf by itself."""
-        return [
-            Leaf(path, value, VALUE if adapter is None else TENSOR, number in self.fixed)
-            for number, (path, value, adapter) in enumerate(
-                zip(self.structure.paths, self.values, self.adapters, strict=True)
-            )
-        ]
 
 
 def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:

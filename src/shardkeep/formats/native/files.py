@@ -76,7 +76,6 @@ class FileWriter:
         self._pool: BufferPool | None = None
         self._lock = threading.Lock()
         self._lanes = 1
-        self._failed: BaseException | None = None
         self._stopped = False
         self._behind = Behind()
 
@@ -96,28 +95,12 @@ class FileWriter:
     def run(self, count: int, write: Callable[[int], None]) -> None:
         """Call `write(number)` for so many files. A file has a lock, so each gets a thread."""
         self._lanes = max(1, min(count, self._cores))
-        if self._lanes == 1:
-            for number in range(count):
-                write(number)
-            return
-
-        def lane(number: int) -> None:
-            try:
-                write(number)
-            except BaseException as error:
-                if self._failed is None:
-                    self._failed = error
-                self._stopped = True
-                raise
 
         def stop() -> None:
+            # Only now, when the first error is known: none of the others can be taken for it.
             self._stopped = True
 
-        try:
-            run_in_order(range(count), lane, self._lanes, stop)
-        except Abandoned:
-            assert self._failed is not None
-            raise self._failed from None
+        run_in_order(range(count), write, self._lanes, stop)
 
     def _check_wanted(self, nbytes: int) -> None:
         if self._stopped:
