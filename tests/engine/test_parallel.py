@@ -8,7 +8,7 @@ import time
 import pytest
 
 from shardkeep.engine import parallel
-from shardkeep.engine.parallel import Behind, run_in_order
+from shardkeep.engine.parallel import Behind, Crew, run_in_order
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -58,6 +58,101 @@ def test_a_stuck_thread_does_not_keep_the_error(monkeypatch):
     begun = time.monotonic()
     with pytest.raises(OSError, match="disk"):
         run_in_order(range(2), work, 2)
+    assert time.monotonic() - begun < 10
+    release.set()
+
+
+# --- a pipeline's next step
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_a_crew_does_everything_before_it_is_left(threads):
+    done, dropped = [], []
+
+    def work(task):
+        time.sleep(0.001)
+        done.append(task)
+
+    with Crew(work, dropped.append, threads, "test") as crew:
+        run_in_order(range(50), crew.hand, 2)
+    assert sorted(done) == list(range(50))
+    assert not dropped
+
+
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("bad", [0, 20, 49])
+def test_an_error_of_a_crew_is_raised_and_everything_is_let_go_of(threads, bad):
+    """Whoever hands over may wait for what tasks hold: one place for each, as buffers are."""
+    places = threading.Semaphore(2)
+    error = OSError("disk")
+
+    def work(task):
+        places.release()
+        if task == bad:
+            raise error
+
+    def drop(task):
+        places.release()
+
+    def run():
+        with Crew(work, drop, threads, "test") as crew:
+            for task in range(50):
+                assert places.acquire(timeout=10)
+                crew.hand(task)
+
+    with pytest.raises(OSError, match="disk") as caught:
+        run()
+    assert caught.value is error
+    assert places.acquire(timeout=10)
+    assert places.acquire(timeout=10)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_of_the_caller_drops_what_is_left(threads):
+    go = threading.Event()
+    done, dropped = [], []
+
+    def work(task):
+        go.wait(10)
+        done.append(task)
+
+    def fail_later():
+        time.sleep(0.05)
+        go.set()
+
+    def run():
+        with Crew(work, dropped.append, threads, "test") as crew:
+            for task in range(20):
+                crew.hand(task)
+            while crew._tasks.qsize() > 20 - threads:
+                time.sleep(0.001)
+            threading.Thread(target=fail_later).start()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        run()
+    assert sorted(done + dropped) == list(range(20))
+    assert len(done) == threads
+
+
+def test_a_stuck_crew_does_not_keep_the_error(monkeypatch):
+    monkeypatch.setattr(parallel, "GRACE_S", 0.1)
+    release = threading.Event()
+
+    def work(task):
+        if task == 0:
+            release.wait(30)
+        else:
+            raise OSError("disk")
+
+    def run():
+        with Crew(work, lambda _: None, 2, "test") as crew:
+            crew.hand(0)
+            crew.hand(1)
+
+    begun = time.monotonic()
+    with pytest.raises(OSError, match="disk"):
+        run()
     assert time.monotonic() - begun < 10
     release.set()
 

@@ -49,7 +49,7 @@ def reference(head, arrays, values, block, piece):
     return data + level1 + tail, digest(tail)
 
 
-def written(file, head, arrays, values, block, pool, stats=None):
+def written(file, head, arrays, values, block, pool, stats=None, writers=0):
     """The same through the engine."""
     nbytes = np.array([array.nbytes for array in arrays], np.int64)
     start = len(head) + np.cumsum(nbytes) - nbytes
@@ -76,6 +76,7 @@ def written(file, head, arrays, values, block, pool, stats=None):
         pool=pool,
         algorithm=XXH3,
         threads=pool.threads,
+        writers=writers,
         content=content,
         stats=stats,
     )
@@ -160,6 +161,7 @@ def states(draw):
     block=st.sampled_from([4096, 8192, 1 << 15]),
     unit=st.integers(4096, 1 << 16),
     threads=st.sampled_from([1, 2, 4]),
+    writers=st.sampled_from([0, 1, 3]),
     direct=st.booleans(),
     refuse_at=st.one_of(st.none(), st.integers(1, 12)),
     shorts=st.sampled_from([0.0, 0.0, 0.3]),
@@ -168,7 +170,7 @@ def states(draw):
     small=st.sampled_from([64, 4096, 1 << 15]),
 )
 def test_files_are_those_of_the_reference(
-    state, block, unit, threads, direct, refuse_at, shorts, interrupts, piece, small
+    state, block, unit, threads, writers, direct, refuse_at, shorts, interrupts, piece, small
 ):
     head, arrays, values = state
     expected, root = reference(head, arrays, values, block, piece)
@@ -180,7 +182,8 @@ def test_files_are_those_of_the_reference(
         patch.setattr(writing, "SMALL", small)  # also decides whether threads are used
         file = LocalStore(folder).create("x")
         stats = WriteStats()
-        found = written(file, head, arrays, values, block, small_pool(unit, threads, block), stats)
+        pool = small_pool(unit, threads, block)
+        found = written(file, head, arrays, values, block, pool, stats, writers)
         ended_direct = file.direct
         file.close()
         assert (Path(folder) / "x").read_bytes() == expected
@@ -197,17 +200,17 @@ def open_files():
     return len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
 
 
-@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize(("threads", "writers"), [(1, 0), (4, 0), (1, 1), (4, 3)])
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ENOSYS])
-def test_an_error_of_any_write_is_raised(tmp_path, monkeypatch, threads, direct, code):
+def test_an_error_of_any_write_is_raised(tmp_path, monkeypatch, threads, writers, direct, code):
     head, arrays = bytes(4096), [np.arange(50_000, dtype=np.uint32)]
     pool = small_pool(1 << 14, threads, 4096)
     before = threading.active_count(), open_files()
     with pytest.MonkeyPatch.context() as patch:
         kernel = Kernel(patch, direct=direct)
         file = LocalStore(tmp_path).create("whole")
-        written(file, head, arrays, b"values", 4096, pool)
+        written(file, head, arrays, b"values", 4096, pool, writers=writers)
         file.close()
     assert kernel.calls > 10
     for at in range(1, kernel.calls + 1):
@@ -215,8 +218,9 @@ def test_an_error_of_any_write_is_raised(tmp_path, monkeypatch, threads, direct,
             Kernel(patch, direct=direct, fail={at: code})
             file = LocalStore(tmp_path).create(f"x{at}")
             with pytest.raises(OSError, match=os.strerror(code)):
-                written(file, head, arrays, b"values", 4096, pool)
+                written(file, head, arrays, b"values", 4096, pool, writers=writers)
             file.close()
+            assert len(pool._free) == pool._made, "a buffer was lost"
     assert (threading.active_count(), open_files()) == before
 
 
@@ -238,7 +242,8 @@ def test_a_write_of_nothing_is_an_error(tmp_path, monkeypatch):
     file.close()
 
 
-def test_an_error_while_filling_is_raised(tmp_path):
+@pytest.mark.parametrize("writers", [0, 2])
+def test_an_error_while_filling_is_raised(tmp_path, writers):
     class Broken:
         def read_into(self, start, stop, out):
             raise RuntimeError("the device is gone")
@@ -254,6 +259,7 @@ def test_an_error_while_filling_is_raised(tmp_path):
             DigestLayout(4096 + (1 << 20), 4096, 16),
             pool=small_pool(1 << 16, 4, 4096),
             algorithm=XXH3,
+            writers=writers,
         )
     file.close()
 

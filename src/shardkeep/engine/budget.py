@@ -22,7 +22,7 @@ __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads"]
 
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
-LARGEST_UNIT = 8 << 20
+LARGEST_UNIT = 4 << 20
 SHARE = 4 << 20
 """The least one thread can work with."""
 
@@ -127,10 +127,13 @@ class BufferPool:
 
     def give(self, buffer: Bytes) -> None:
         """Give a buffer back, with what was begun with it on this thread."""
-        done = None if self.staging is None else self.staging.fence()
-        with self._ready:
-            self._free.append((buffer, done))
-            self._ready.notify()
+        done = None
+        try:
+            done = None if self.staging is None else self.staging.fence()
+        finally:
+            with self._ready:
+                self._free.append((buffer, done))  # others wait for it, whatever the device says
+                self._ready.notify()
 
     def drain(self) -> None:
         """Wait for everything that was begun with buffers given back."""

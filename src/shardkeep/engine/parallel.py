@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks on threads: many on a few, in order, up to the first error; or one behind the caller."""
+"""Tasks on threads: many on a few, in order, up to the first error; handed on; one behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from types import TracebackType
+from typing import Generic, TypeVar
 
-__all__ = ["Behind", "run_in_order"]
+__all__ = ["Behind", "Crew", "run_in_order"]
 
 T = TypeVar("T")
 GRACE_S = 10.0
@@ -64,12 +65,16 @@ def run_in_order(
     stopped.set()
     if first is not None:
         on_stop()
-        # Let the others end what they are doing, so that nothing moves after this; not for ever.
-        deadline = time.monotonic() + GRACE_S
-        for thread in started:
-            if thread.ident is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
+        _leave(started)
         raise first
+
+
+def _leave(started: list[threading.Thread]) -> None:
+    """Let threads end what they are doing, so that nothing moves after this; not for ever."""
+    deadline = time.monotonic() + GRACE_S
+    for thread in started:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def _wait(
@@ -85,6 +90,82 @@ def _wait(
 
 
 _END = object()
+
+
+class Crew(Generic[T]):
+    """Threads for the next step of a pipeline: each takes what was handed over first.
+
+    After the first error no work is done any more, and everything handed over is dropped. As a
+    context: on leaving it all work is done, or the first error is raised. Threads are daemons, as
+    those of `run_in_order`.
+    """
+
+    def __init__(
+        self, work: Callable[[T], None], drop: Callable[[T], None], threads: int, name: str
+    ) -> None:
+        """`drop` lets go of what a task holds, if there is no `work` on it. Without threads, work
+        is done where it is handed over."""
+        self._work = work
+        self._drop = drop
+        self._tasks: queue.SimpleQueue[T | object] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._error: BaseException | None = None
+        self._threads = [
+            threading.Thread(target=self._run, name=f"shardkeep-{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+
+    def __enter__(self) -> Crew[T]:
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+        return self
+
+    def hand(self, task: T) -> None:
+        """Leave a task to whoever is free; never waits. An error that happened is raised here."""
+        if not self._threads:
+            self._work(task)
+        elif self._error is None:
+            self._tasks.put(task)
+        else:
+            self._drop(task)
+            raise self._error
+
+    def _run(self) -> None:
+        # Stays to the end also after an error: whoever hands over waits for what a drop gives back.
+        while (task := self._tasks.get()) is not _END:
+            try:
+                (self._work if self._error is None else self._drop)(task)  # type: ignore[arg-type]
+            except BaseException as error:
+                self._fail(error)
+                self._ended.put(error)
+        self._ended.put(None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._fail(error)
+        for _thread in self._threads:
+            self._tasks.put(_END)
+        first = error
+        try:
+            if first is None:
+                first = _wait(self._threads, self._ended)
+        except BaseException as interrupt:
+            self._fail(interrupt)
+            first = interrupt
+        if first is not None:
+            _leave(self._threads)
+            if first is not error:
+                raise first
+
+    def _fail(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
 
 
 class Behind:

@@ -2,8 +2,9 @@
 """Reading regions: wanted bytes -> digest blocks -> parallel verified reads -> copies.
 
 A unit that is in the page cache is read from there, piece by piece, each digested while it is hot,
-and where a region is one run in host memory, straight into it. A unit that is not goes around the
-page cache into a private buffer as a whole.
+and where a region is one run in host memory, straight into it. A unit that is not is fetched around
+the page cache into a private buffer as a whole, by threads that wait for the disk, and handed on to
+those that digest and copy.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
 from shardkeep.engine.pages import page_aligned
-from shardkeep.engine.parallel import run_in_order
+from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.units import Runs, Units, members_of, runs_of
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import CorruptionError
 from shardkeep.stores.page_cache import is_cached
 
-__all__ = ["READ_STATS", "Reading"]
+__all__ = ["READ_STATS", "Reading", "read_buffers"]
 
 PIECE = 256 << 10
 """Bytes that stay in a core's cache between the steps that touch them."""
 LARGE_PIECE = 2 << 20
 """Bytes read at once into a buffer, from which they are copied on: fewer calls, more threads."""
+
+FETCHERS = 3
+"""Reads that wait for the disk at the same time, at least."""
 
 SAMPLES = 4
 """Units that are asked for whether the file is in memory, before any is read."""
@@ -51,6 +55,11 @@ READ_STATS = (
 buffer; bytes that other ranks read; seconds of all threads together."""
 
 Files = Callable[[int], AbstractContextManager[VerifiedFile]]
+
+
+def read_buffers(threads: int) -> int:
+    """How many buffers keep everybody busy: one for each thread, and one waits for each fetcher."""
+    return threads + 2 * max(FETCHERS, threads)
 
 
 class Reading:
@@ -73,8 +82,7 @@ class Reading:
         names: Callable[[int], str] = str,
     ) -> None:
         """`threads` are what the machine's cores are good for; where the disk must be waited for
-        there are twice as many, so that it never waits for a core. Each needs a buffer of the pool.
-        """
+        there are as many again, which do only that."""
         regions = cut_sparse(regions, block)
         self.regions = regions
         self.spans = spans = spans_of(regions)
@@ -97,9 +105,15 @@ class Reading:
     def run(self) -> None:
         """Read everything that is left."""
         self.units = self._members(self.runs.cut(self.pool.unit // self.block))
-        threads = self.threads * 2 if self.is_cold() else self.threads
+        cold = self.is_cold()
+        fetchers = max(FETCHERS, self.threads) if cold else self.threads
         try:
-            run_in_order(range(len(self.units)), self.unit, threads)
+            with Crew(self._deliver, self._drop, self.threads if cold else 0, "read") as crew:
+
+                def fetch(number: int) -> None:
+                    crew.hand(self._fetch(number))
+
+                run_in_order(range(len(self.units)), fetch, fetchers)
         finally:
             self.pool.drain()
 
@@ -182,30 +196,50 @@ class Reading:
             hit = {int(self.regions.sink[row]) for row, a, b in spans if damage.touches(a, b)}
             raise _named(damage, {self.names(sink) for sink in hit}) from None
 
-    def unit(self, number: int) -> None:
-        """Read one unit, check it, and copy what it has to where it goes."""
-        runs, rows = self.units.runs, self.units.members(number)
-        with self.pool.buffer() as buffer, self.files(int(runs.file[number])) as file:
-            work = _Unit(self, file, int(runs.first[number]), int(runs.stop[number]), buffer)
-            with self._naming(rows):
-                work.run(rows)
-        self._count(**work.stats)
+    def _fetch(self, number: int) -> _Unit:
+        """Take a buffer for a unit and, where the disk must be waited for, read it."""
+        runs = self.units.runs
+        buffer = self.pool.take()
+        assert buffer is not None
+        try:
+            with self.files(int(runs.file[number])) as file:
+                unit = _Unit(self, number, file.layout.payload, buffer)
+                if file.file.is_cold(unit.low, unit.high - unit.low):
+                    unit.fetch(file)
+        except BaseException:
+            self.pool.give(buffer)
+            raise
+        return unit
+
+    def _deliver(self, unit: _Unit) -> None:
+        """Check a unit, reading it first where it is at hand, and copy what it has."""
+        rows = self.units.members(unit.number)
+        try:
+            with self.files(int(self.units.runs.file[unit.number])) as file, self._naming(rows):
+                unit.run(file, rows)
+        finally:
+            self._drop(unit)
+        self._count(**unit.stats)
         if self.progress is not None:
-            self.progress(work.high - work.low)
+            self.progress(unit.high - unit.low)
+
+    def _drop(self, unit: _Unit) -> None:
+        self.pool.give(unit.buffer)
 
 
 class _Unit:
     """One unit while it is being read."""
 
-    def __init__(
-        self, reading: Reading, file: VerifiedFile, first: int, stop: int, buffer: Bytes
-    ) -> None:
+    def __init__(self, reading: Reading, number: int, payload: int, buffer: Bytes) -> None:
+        runs, block = reading.units.runs, reading.block
         self.reading = reading
-        self.file = file
-        self.low = first * reading.block
-        self.high = min(stop * reading.block, file.layout.payload)
+        self.number = number
+        self.low = int(runs.first[number]) * block
+        self.high = min(int(runs.stop[number]) * block, payload)
         self.buffer = buffer
         self.data = buffer[: self.high - self.low]
+        self.fetched = False
+        """Whether all of it is in the buffer."""
         self.stats = dict.fromkeys(READ_STATS, 0.0)
         self.stats["bytes_read"] = self.high - self.low
         self.clock = perf_counter()
@@ -216,19 +250,22 @@ class _Unit:
         self.stats[key] += now - self.clock
         self.clock = now
 
-    def run(self, rows: Ints) -> None:
-        file, low = self.file, self.low
-        cold = file.file.is_cold(low, self.high - low)
-        if cold:
-            self.stats["bytes_direct"] = file.read_cold(self.buffer, low, self.high - low)
-            self.stats["read_requests"] += 1
-            self.lap("read_thread_s")
+    def fetch(self, file: VerifiedFile) -> None:
+        """Read all of it, around the page cache."""
+        self.stats["bytes_direct"] = file.read_cold(self.buffer, self.low, self.high - self.low)
+        self.stats["read_requests"] += 1
+        self.lap("read_thread_s")
+        self.fetched = True
+
+    def run(self, file: VerifiedFile, rows: Ints) -> None:
+        """Check it, and copy it to where it goes."""
+        self.clock = perf_counter()
         straight = list(self.straight(rows))
-        at = low
+        at = self.low
         for begin, end, memory in (*straight, (self.high, self.high, None)):
-            self.pieces(at, begin, None, cold)
+            self.pieces(file, at, begin, None)
             if memory is not None:
-                self.pieces(begin, end, memory, cold)
+                self.pieces(file, begin, end, memory)
             at = end
         self.rest(rows, straight)
         self.lap("copy_thread_s")
@@ -246,14 +283,14 @@ class _Unit:
                 at = int(spans.at[row]) - low
                 yield begin, end, memory[at + begin : at + end]
 
-    def pieces(self, begin: int, end: int, memory: Bytes | None, cold: bool) -> None:
+    def pieces(self, file: VerifiedFile, begin: int, end: int, memory: Bytes | None) -> None:
         """Bring the blocks [begin, end) into memory, or into the buffer, and check them."""
-        file, block = self.file, self.reading.block
+        block = self.reading.block
         size = self.reading.piece if memory is not None else self.reading.large_piece
         for at in range(begin, end, size):
             stop = min(at + size, end)
             part = self.data[at - self.low : stop - self.low]
-            if not cold:
+            if not self.fetched:
                 if memory is not None:
                     part = memory[at - begin : stop - begin]
                     self.stats["bytes_straight"] += stop - at
@@ -263,7 +300,7 @@ class _Unit:
             if file.check:
                 file.check_blocks(at // block, part)
                 self.lap("digest_thread_s")
-            if cold and memory is not None:
+            if self.fetched and memory is not None:
                 np.copyto(memory[at - begin : stop - begin], part)
                 self.lap("copy_thread_s")
 

@@ -2,8 +2,9 @@
 """Writing one file: elements from anywhere, digested and written from private buffers.
 
 A file is cut into units. Each is filled (the caller's memory is read once, into a buffer of ours),
-digested while it is hot, and written at its place: what is digested is what is written. The three
-steps of a unit need nothing from other units, so they may also run on different threads.
+digested while it is hot, and written at its place: what is digested is what is written. Filling and
+digesting keep a core busy and writing keeps a disk busy, so each has threads of its own, and a unit
+is handed from one to the other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardkeep.engine.digests import (
     ContentDigests,
     DigestLayout,
 )
-from shardkeep.engine.parallel import run_in_order
+from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.stores.local import WriteFile
 
 __all__ = ["Chunks", "Payload", "WriteStats", "write_file"]
@@ -106,16 +107,20 @@ def write_file(
     pool: BufferPool,
     algorithm: Algorithm,
     threads: int = 1,
+    writers: int = 0,
     content: ContentDigests | None = None,
     stats: WriteStats | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> bytes:
     """Write all of a new file, for which space has been allocated; returns its root digest.
 
+    `threads` fill and digest, `writers` write; without `writers`, each writes what it has digested.
     Nothing is synced. What `progress` raises, which is called after every unit, ends the writing.
     """
     stats = WriteStats() if stats is None else stats
-    writer = _FileWriter(file, payload, layout, pool, algorithm, threads, content, stats, progress)
+    writer = _FileWriter(
+        file, payload, layout, pool, algorithm, threads, writers, content, stats, progress
+    )
     root = writer.run()
     stats.add(written_files=1, written_bytes=layout.file_size, direct_files=int(file.direct))
     return root
@@ -131,6 +136,11 @@ class _Filled:
     rows: tuple[int, int]
     """The chunks in it."""
     done: Callable[[], None] | None
+
+    @property
+    def data(self) -> Bytes:
+        """The part of the buffer that the unit fills."""
+        return self.buffer[: self.high - self.low]
 
     def wait(self) -> None:
         """Until they have arrived."""
@@ -149,6 +159,7 @@ class _FileWriter:
         pool: BufferPool,
         algorithm: Algorithm,
         threads: int,
+        writers: int,
         content: ContentDigests | None,
         stats: WriteStats,
         progress: Callable[[int], None] | None,
@@ -168,14 +179,18 @@ class _FileWriter:
         # Direct I/O moves whole pages; the bytes after the last of them go with the digests.
         self._last_page = layout.payload // FILE_ALIGNMENT * FILE_ALIGNMENT
         self._rest = b""
+        if layout.payload <= pool.unit:
+            writers = 0
+        self._writers = Crew(self._write_unit, self._drop, writers, "write")
 
     def run(self) -> bytes:
         """Chunks in parallel; then, in order, what depends on their digests; then the digests."""
         layout = self._layout
         turning = self._payload.late_start // layout.block * layout.block
         threads = self._threads()
-        run_in_order(self._strips(turning, threads), self._strip, threads)
-        self._strip((turning, layout.payload))
+        with self._writers:
+            run_in_order(self._strips(turning, threads), self._strip, threads)
+            self._strip((turning, layout.payload))
         entry, root = layout.seal(bytes(self._level1), self._algorithm)
         self._write_end(np.frombuffer(self._rest + entry, np.uint8))
         return root
@@ -213,8 +228,7 @@ class _FileWriter:
                 self._finish(ahead.pop(0))
         finally:
             for filled in ahead:
-                filled.wait()
-                self._pool.give(filled.buffer)
+                self._drop(filled)
 
     def _begin(self, low: int, high: int, buffer: Bytes) -> _Filled:
         begun = time.perf_counter()
@@ -231,25 +245,36 @@ class _FileWriter:
         return _Filled(low, high, buffer, rows, done)
 
     def _finish(self, filled: _Filled) -> None:
-        clock, data = time.perf_counter, filled.buffer[: filled.high - filled.low]
+        """Digest a unit once it is there, and leave it to be written."""
+        clock = time.perf_counter
         try:
             begun = clock()
             filled.wait()
             there = clock()
-            self._digest(filled.low, filled.rows, data)
+            self._digest(filled.low, filled.rows, filled.data)
             digested = clock()
-            self._write(filled.low, data)
-            written = clock()
+        except BaseException:
+            self._pool.give(filled.buffer)
+            raise
+        self._stats.add(copy_s=there - begun, digest_s=digested - there)
+        self._writers.hand(filled)
+
+    def _write_unit(self, filled: _Filled) -> None:
+        begun = time.perf_counter()
+        try:
+            self._write(filled.low, filled.data)
         finally:
             self._pool.give(filled.buffer)
-        self._stats.add(
-            requests=1,
-            copy_s=there - begun,
-            digest_s=digested - there,
-            pwrite_s=written - digested,
-        )
+        self._stats.add(requests=1, pwrite_s=time.perf_counter() - begun)
         if self._progress is not None:
             self._progress(filled.high - filled.low)
+
+    def _drop(self, filled: _Filled) -> None:
+        """Give up a unit; its buffer is free when nothing comes into it any more."""
+        try:
+            filled.wait()
+        finally:
+            self._pool.give(filled.buffer)
 
     def _fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
         """Copy everything that lies in [low, high) to its place; says which chunks that are."""

@@ -35,8 +35,8 @@ DIRECT_UNIT = 2 << 20
 """Most bytes of a direct write: one huge page, enough for a disk, and few enough for the cache."""
 BUFFERED_UNIT = 4 << 20
 """Most bytes of a write into the page cache, where the file's lock is taken each time."""
-MOST_THREADS = 4
-"""At one file, however many cores there are: disks gain nothing from more."""
+DISK_WRITERS = 2
+"""Direct writes that wait for the disk at the same time, at least: one is done, one is next."""
 
 
 class Abandoned(Exception):
@@ -62,8 +62,7 @@ class FileWriter:
     ) -> None:
         """`algorithm` and `block` are those of all files of the checkpoint.
 
-        `cores` is this process's share of the machine. Twice as many threads write directly: those
-        that wait for the disk need no core.
+        `cores` is how many threads may keep a core busy; those that wait for a disk come on top.
         """
         self.stats = WriteStats()
         self._store = store
@@ -122,13 +121,15 @@ class FileWriter:
             written.append(name)
             try:
                 file.allocate(layout.file_size)
+                direct = layout.file_size >= DIRECT_FROM and file.begin_direct()
                 root = write_file(
                     file,
                     payload,
                     layout,
-                    pool=self._buffers(layout.file_size >= DIRECT_FROM and file.begin_direct()),
+                    pool=self._buffers(direct),
                     algorithm=self._algorithm,
-                    threads=self._threads(file.direct),
+                    threads=self._threads(),
+                    writers=self._writers(direct),
                     content=content,
                     stats=self.stats,
                     progress=self._check_wanted,
@@ -142,21 +143,25 @@ class FileWriter:
             self._finish(file)
         return root.hex()
 
-    def _threads(self, direct: bool) -> int:
-        """For one file. Who waits for the disk, or for a device, needs no core meanwhile."""
-        waits = direct or self._staging is not None
-        every = min(MOST_THREADS, 2 * self._cores) if waits else min(MOST_THREADS, self._cores)
-        return max(1, every // self._lanes)
+    def _threads(self) -> int:
+        """For one file, to fill and digest."""
+        return max(1, self._cores // self._lanes)
+
+    def _writers(self, direct: bool) -> int:
+        """For one file, to write. What goes through the page cache is a copy, and needs a core."""
+        return -(-max(DISK_WRITERS, self._cores) // self._lanes) if direct else 0
 
     def _buffers(self, direct: bool) -> BufferPool:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
         with self._lock:
             if self._pool is None:
-                buffers = self._lanes * self._threads(direct)
+                # Each thread holds one, and one waits for each writer.
+                buffers = self._threads() + 2 * self._writers(direct)
                 if self._staging is not None:
-                    buffers *= 2  # one is filled while another is written
+                    buffers += self._threads()  # one is filled while another is digested
                 unit = DIRECT_UNIT if direct else BUFFERED_UNIT
-                self._pool = BufferPool(self._budget, buffers, self._block, unit, self._staging)
+                count = self._lanes * buffers
+                self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
         return self._pool
 
     def _finish(self, file: WriteFile) -> None:

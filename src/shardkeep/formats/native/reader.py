@@ -21,7 +21,7 @@ from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
-from shardkeep.engine.reading import READ_STATS, Reading
+from shardkeep.engine.reading import READ_STATS, Reading, read_buffers
 from shardkeep.engine.regions import Regions
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import (
@@ -350,7 +350,7 @@ class NativeReader(StorageReader):
         self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = io_threads(self.ranks_on_host)
-        pool = BufferPool(budget, 2 * threads, self.record.block, staging=staging)
+        pool = BufferPool(budget, read_buffers(threads), self.record.block, staging=staging)
         return Reading(
             self.data_file,
             regions,
