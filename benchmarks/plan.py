@@ -105,7 +105,8 @@ def run_job(directory: Path, job: Job, loading: Job) -> Phases:
     assert sum(len(found.chunks_of(row)) for row in range(len(found.tensors))) == stored
     wanted = loading.wanted(loading.ranks // 2)
     with phases.phase("plan one rank's load"):
-        items = plan_reads(found, wanted)
+        names, boxes = [name for name, _ in wanted], Boxes.of([box for _, box in wanted])
+        items = plan_reads(found, names, boxes)
     _check_reads(items, sum(math.prod(box.sizes) for _, box in wanted))
     reader.close()
     return phases

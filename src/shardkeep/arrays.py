@@ -26,6 +26,7 @@ __all__ = [
     "ArrayAdapter",
     "ArrayForm",
     "ArrayParts",
+    "FlatSink",
     "HostSink",
     "HostSource",
     "LocalTarget",
@@ -38,7 +39,9 @@ __all__ = [
     "StagedSink",
     "StagedSource",
     "Staging",
+    "TargetsApart",
     "adapter_of",
+    "ask_each",
     "region",
     "settle_all",
     "source_parts",
@@ -194,6 +197,23 @@ class HostSink:
         _cast(block.view(dtype.to_numpy()), typed, dtype)
 
 
+@dataclass(slots=True)  # not frozen, which would cost more than all else: every array has one
+class FlatSink:
+    """Host memory of the target that lies row-major, as bytes: mostly nobody asks for more."""
+
+    bytes: Bytes
+    """All bytes of the caller's memory, writable."""
+    shape: tuple[int, ...]
+    """Extent of the array they are."""
+    dtype: DType
+    """What they mean."""
+
+    def put(self, offsets: tuple[int, ...], block: npt.NDArray[np.generic], dtype: DType) -> None:
+        """As into the array they are."""
+        array = self.bytes.view(self.dtype.bits()).reshape(self.shape)
+        HostSink(array, self.dtype).put(offsets, block, dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class PartSink:
     """A part of a larger sink."""
@@ -296,6 +316,11 @@ class SinkPiece:
         memory = None if self.memory is None else self.memory.part(local)
         return SinkPiece(box, PartSink(self.sink, local.offsets), memory)
 
+    def sink_in(self, whole: Sink) -> Sink:
+        """The sink of the same piece in the memory of another target."""
+        sink = self.sink
+        return PartSink(whole, sink.offsets) if isinstance(sink, PartSink) else whole
+
 
 @dataclass(frozen=True, slots=True)
 class ArrayForm:
@@ -325,6 +350,8 @@ class LocalTarget:
     """The boxes wanted here."""
     result: object
     """The filled array: the target itself, or what was allocated for an abstract one."""
+    memory: Memory | None = None
+    """All that it occupies, where its pieces are parts of one array which is not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +376,24 @@ class NotComposite:
     def parts(self, value: Any) -> ArrayParts:
         """Nobody asks."""
         raise TypeError(f"a {type(value).__qualname__} has no parts")
+
+
+class TargetsApart:
+    """For adapters whose targets are asked for one by one."""
+
+    def target_glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Nothing quick is known."""
+        return [None] * len(values)
+
+    def target_addresses(
+        self, values: Sequence[Any], names: Sequence[str], reach: Sequence[int]
+    ) -> Sequence[int]:
+        """Nobody asks."""
+        raise TypeError("these arrays have no glances as targets")
+
+    def sink(self, value: Any, dtype: DType) -> Sink:
+        """Nobody asks."""
+        raise TypeError("these arrays have no glances as targets")
 
 
 class ArrayAdapter(Protocol):
@@ -381,6 +426,25 @@ class ArrayAdapter(Protocol):
 
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Where loaded bytes go; allocates abstract targets on `device`."""
+
+    def target_glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """For each value, what its target follows from, but for where its memory begins.
+
+        Targets of equal glances are pieces of one sink each, alike in all but their addresses;
+        None says nothing. Never raises: what is wrong with a value is for `target` to say.
+        """
+
+    def target_addresses(
+        self, values: Sequence[Any], names: Sequence[str], reach: Sequence[int]
+    ) -> Sequence[int]:
+        """Where the memory of each begins, of values that have glances and are filled in place.
+
+        `reach` says how many bytes from there on will be written. `UnsupportedValueError` names
+        the first value whose memory does not go that far.
+        """
+
+    def sink(self, value: Any, dtype: DType) -> Sink:
+        """All memory of such a value. May be called from any thread."""
 
     def settle(self, values: Iterable[Any]) -> Staging | None:
         """Wait until nothing computes with these arrays any more, on whatever device.
@@ -454,6 +518,28 @@ def any_sets_shard_fields(values: Sequence[object]) -> bool:
     # Not by looking into `__dict__`: asked for it, every tensor would get one.
     field = SHARD_FIELDS[0]
     return any(getattr(value, field, None) is not None for value in values)
+
+
+def ask_each(
+    adapters: Sequence[ArrayAdapter],
+    columns: Sequence[Sequence[Any]],
+    ask: Callable[..., Sequence[Any]],
+) -> list[Any]:
+    """Ask every adapter once, about all of its arrays; answers in the order of the arrays.
+
+    `ask` gets the adapter, and its rows of each of the columns.
+    """
+    rows: dict[int, list[int]] = {}
+    if len(set(map(id, adapters))) == 1:
+        return list(ask(adapters[0], *columns))
+    for row, adapter in enumerate(adapters):
+        rows.setdefault(id(adapter), []).append(row)
+    out: list[Any] = [None] * len(adapters)
+    for mine in rows.values():
+        parts = [[column[row] for row in mine] for column in columns]
+        for row, answer in zip(mine, ask(adapters[mine[0]], *parts), strict=True):
+            out[row] = answer
+    return out
 
 
 def settle_all(adapters: Sequence[ArrayAdapter | None], values: Sequence[object]) -> Staging | None:

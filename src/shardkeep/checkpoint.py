@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from shardkeep import values
 from shardkeep.arrays import HostSink, Sink, adapter_named
+from shardkeep.columns import Boxes
 from shardkeep.dtypes import DType
 from shardkeep.errors import StorageError, UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
@@ -393,7 +394,8 @@ class Checkpoint(Mapping[str, Any]):
         return values.decode(found[0], allow_pickle=self._allow_pickle)
 
     def _read(self, wanted: Sequence[tuple[str, ChunkStorageMetadata, Sink]]) -> None:
-        items = plan_reads(self._state, [(name, box) for name, box, _ in wanted])
+        names, boxes = [name for name, _, _ in wanted], [box for _, box, _ in wanted]
+        items = plan_reads(self._state, names, Boxes.of(boxes))
         self._reader.read_tensors(items, lambda number: wanted[number][2])
 
     def _build(self, path: tuple[Any, ...], as_: As) -> Any:

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import partial
 from typing import Any
 
 from shardkeep import tree, values
-from shardkeep.arrays import LocalTarget, Sink, settle_all
-from shardkeep.dtypes import Cast, DType, can_cast, lookup
+from shardkeep.arrays import Sink, settle_all
+from shardkeep.dtypes import Cast, DType, can_cast
 from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
 from shardkeep.reads import plan_reads
 from shardkeep.structure import TENSOR, Structure, dotted, key_identity, key_text
 from shardkeep.tables import StateColumns
+from shardkeep.targets import Filling, Targets
 
 __all__ = ["DefaultLoadPlanner", "mismatch_error"]
 
@@ -69,44 +70,65 @@ class DefaultLoadPlanner(LoadPlanner):
         """What this rank wants; what does not fit is noted, and refused by the global plan."""
         names = self._stored_names()
         mismatched = self._per_rank_faults()
-        self._targets: list[tuple[str, LocalTarget, int]] = []
-        value_names, value_dest = [], []
         row_of, others = self._stored.tensors.row_of, self._stored.values_table.row_of
-        fault_of = self._faults()
         asked = names if self.keys is None else [name for name in names if self._asked(name)]
         wanted = frozenset(asked)
-        every = zip(names, self._flat.values, self._flat.adapters, strict=True)
-        for number, (name, value, adapter) in enumerate(every):
+        leaves, rows, value_dest = [], [], []
+        every = zip(names, map(row_of.get, names), self._flat.adapters, strict=True)
+        for number, (name, row, adapter) in enumerate(every):
             if name not in wanted:
                 continue
-            row = row_of.get(name)
-            if adapter is None:
-                if row is not None:
-                    mismatched[name] = f"an array is stored, the target is a {type(value).__name__}"
-                elif name in others:
-                    value_names.append(name)
-                    value_dest.append(number)
-                continue
-            if row is None:
+            if adapter is not None and row is not None:
+                leaves.append(number)
+                rows.append(row)
+            elif adapter is not None:
                 if name in others:
                     mismatched[name] = "a plain value is stored, the target is an array"
-                continue
-            fault = fault_of(row, *adapter.signature(value, name))
-            if fault:
-                mismatched[name] = fault
-                continue
-            target = adapter.target(value, name, self.device)
-            self._targets.append((name, target, number))
-            self.results[number] = target.result
-        # What was allocated above is among the results; what is not a target does not matter.
-        self.staging = settle_all(self._flat.adapters, self.results)
-        items = self._read_items(value_names, value_dest)
+            elif row is not None:
+                kind = type(self._flat.values[number]).__name__
+                mismatched[name] = f"an array is stored, the target is a {kind}"
+            elif name in others:
+                value_dest.append(number)
+        mismatched |= self._match(names, leaves, rows)
+        value_names = [names[number] for number in value_dest]
         return LoadPlan(
-            items,
+            plan_reads(
+                self._stored, self._filling.names, self._filling.boxes, value_names, value_dest
+            ),
             wanted=wanted,
             containers=frozenset(_top_containers(self._flat.structure)),
             mismatched=mismatched,
         )
+
+    def _match(self, names: list[str], leaves: list[int], rows: list[int]) -> dict[str, str]:
+        """Find out what there is to fill of leaves stored in these rows, and what does not fit."""
+        flat, stored = self._flat, self._stored.tensors
+        targets = Targets.of(
+            [names[leaf] for leaf in leaves],
+            [flat.values[leaf] for leaf in leaves],
+            [flat.adapters[leaf] for leaf in leaves],  # type: ignore[misc]
+        )
+        misfits = targets.misfits(stored, rows, partial(can_cast, cast=self.cast))
+        mismatched = {
+            targets.names[at]: self._fault(rows[at], *targets.signature(at)) for at in misfits
+        }
+        fitting = sorted(set(range(len(leaves))).difference(misfits))
+        self._filling = targets.take(fitting).filling(self.device)
+        for at, made in self._filling.allocated():
+            self.results[leaves[fitting[at]]] = made
+        # What was allocated is among the results; what is not a target does not matter.
+        self.staging = settle_all(flat.adapters, self.results)
+        return mismatched
+
+    def _fault(self, row: int, shape: tuple[int, ...], dtype: DType) -> str:
+        """Why a target of this shape and type does not fit a stored tensor."""
+        stored_shape, stored = self._stored.tensors.shape(row), self._stored.tensors.dtype(row)
+        faults = []
+        if stored_shape != shape:
+            faults.append(f"stored shape {stored_shape}, target shape {shape}")
+        if not can_cast(stored, dtype, self.cast):
+            faults.append(f"stored dtype {stored.name}, target dtype {dtype.name}")
+        return "; ".join(faults)
 
     def _stored_names(self) -> list[str]:
         """The stored name of each target leaf: by name, where names are as unique as paths.
@@ -133,10 +155,11 @@ class DefaultLoadPlanner(LoadPlanner):
         structure = self._metadata.planner_data
         if structure is None:
             return {}
-        saved = dict(_per_rank_worlds(structure.root, ()))
         here = self._flat.structure
+        mine = _per_rank_worlds(here.root, ())
+        saved = dict(_per_rank_worlds(structure.root, ()) if mine else ())
         faults = {}
-        for path, world in _per_rank_worlds(here.root, ()):
+        for path, world in mine:
             inside = (
                 n for n, p in zip(here.names, here.paths, strict=True) if p[: len(path)] == path
             )
@@ -150,37 +173,6 @@ class DefaultLoadPlanner(LoadPlanner):
                     "keys=..., or load it with shardkeep.open"
                 )
         return faults
-
-    def _faults(self) -> Callable[[int, tuple[int, ...], DType], str]:
-        """Says why a target of some shape and type does not fit a stored tensor, or nothing."""
-        tensors = self._stored.tensors
-        start, flat = tensors.shape_start.tolist(), tuple(tensors.shapes.tolist())
-        kind, dtypes = tensors.kind.tolist(), [lookup(one.dtype) for one in tensors.kinds]
-        castable = cache(lambda stored, wanted: can_cast(stored, wanted, self.cast))
-
-        def fault_of(row: int, shape: tuple[int, ...], dtype: DType) -> str:
-            stored_shape, stored = flat[start[row] : start[row + 1]], dtypes[kind[row]]
-            if stored_shape == shape and (stored is dtype or castable(stored, dtype)):
-                return ""
-            faults = []
-            if stored_shape != shape:
-                faults.append(f"stored shape {stored_shape}, target shape {shape}")
-            if not castable(stored, dtype):
-                faults.append(f"stored dtype {stored.name}, target dtype {dtype.name}")
-            return "; ".join(faults)
-
-        return fault_of
-
-    def _read_items(self, value_names: Sequence[str], value_dest: Sequence[int]) -> ReadItems:
-        """Overlap every wanted box with the chunks of its tensor."""
-        wanted = []
-        self._sinks: list[Sink] = []
-        for name, target, _ in self._targets:
-            for piece in target.pieces:
-                if 0 not in piece.box.sizes:
-                    wanted.append((name, piece.box))
-                    self._sinks.append(piece.sink)
-        return plan_reads(self._stored, wanted, value_names, value_dest)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Strictness over the union of all ranks: one error that lists everything."""
@@ -264,24 +256,24 @@ class DefaultLoadPlanner(LoadPlanner):
         """The sink of a wanted box."""
         number = read_item.dest_index.index
         assert number is not None
-        return self._sinks[number]
+        return self._filling.sink(number)
 
     def sinks(self, items: ReadItems) -> Callable[[int], Sink]:
-        """Straight from the list, unless a subclass has something to say about each."""
+        """As they are asked for, unless a subclass has something to say about each."""
         if type(self).resolve_tensor is not DefaultLoadPlanner.resolve_tensor:
             return super().sinks(items)
-        return self._sinks.__getitem__
+        return self._filling.sink
 
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
         """Sinks need no commit."""
 
-    def targets(self) -> list[tuple[str, LocalTarget]]:
-        """Every array that will be filled."""
-        return [(name, target) for name, target, _ in self._targets]
+    def filling(self) -> Filling:
+        """Everything that will be filled, once there is a local plan."""
+        return self._filling
 
     def release(self) -> None:
         """Let go of the target and of everything made for it; what was missing stays known."""
-        del self._state, self._flat, self._targets, self._sinks, self.results
+        del self._state, self._flat, self._filling, self.results
         del self._metadata, self._stored
 
     def fill(self) -> Any:
@@ -345,5 +337,6 @@ def _per_rank_worlds(node: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, 
     return [
         found
         for key, child in zip(inner, children, strict=True)
+        if type(child) is not int
         for found in _per_rank_worlds(child, (*path, key))
     ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from shardkeep.arrays import ArrayAdapter, ArrayForm, Source, adapter_of
+from shardkeep.arrays import ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata
@@ -168,19 +168,8 @@ class Holding:
         """Ask every adapter once, about all of its tensors; answers in the order of tensors."""
         flat = self.flat
         leaves = self.look.tensor_leaf if leaves is None else leaves
-        adapters = [flat.adapters[leaf] for leaf in leaves]
-        arrays = [flat.values[leaf] for leaf in leaves]
-        if adapters and len(set(map(id, adapters))) == 1:
-            return list(ask(adapters[0], arrays))  # type: ignore[arg-type]
-        out: list[Any] = [None] * len(leaves)
-        rows: dict[int, list[int]] = {}
-        for row, adapter in enumerate(adapters):
-            rows.setdefault(id(adapter), []).append(row)
-        for mine in rows.values():
-            answers = ask(adapters[mine[0]], [arrays[row] for row in mine])  # type: ignore[arg-type]
-            for row, answer in zip(mine, answers, strict=True):
-                out[row] = answer
-        return out
+        adapters: list[Any] = [flat.adapters[leaf] for leaf in leaves]
+        return ask_each(adapters, [[flat.values[leaf] for leaf in leaves]], ask)
 
     def look_closely(self, place: Place) -> None:
         """Work out forms and ties; refuses what cannot be stored, by name."""

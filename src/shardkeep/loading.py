@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-import numpy as np
 
-from shardkeep.arrays import LocalTarget, Memory, SinkPiece
+from shardkeep.arrays import Memory
 from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_load_planner import DefaultLoadPlanner, mismatch_error
@@ -22,6 +21,7 @@ from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import ChunkStorageMetadata, Metadata
 from shardkeep.planner import LoadPlan, Place, ReadItems
 from shardkeep.storage import ReadOnce, StorageReader
+from shardkeep.targets import Filling
 from shardkeep.wire import decode_load_plan, encode_load_plan
 
 __all__ = ["LoadResult", "run_load"]
@@ -144,7 +144,7 @@ def _fill(
 ) -> tuple[LoadResult, tuple[float, float]]:
     """Plan and read; the result, and when each was done."""
     plan, names = _plan(state, metadata, reader, planner, coordinator, place)
-    coordinator.agree("check ties", lambda: check_ties(planner.targets(), reader))
+    coordinator.agree("check ties", lambda: check_ties(planner.filling(), reader))
     ready(plan)
     planned = time.perf_counter()
 
@@ -233,12 +233,11 @@ def _wanted_bytes(plan: LoadPlan) -> int:
     return int((volumes * items.tensors.itemsize[items.chunks.tensor]).sum())
 
 
-def check_ties(targets: Sequence[tuple[str, LocalTarget]], reader: StorageReader) -> None:
+def check_ties(filling: Filling, reader: StorageReader) -> None:
     """Targets that share memory must be filled with the same bytes."""
     groups: dict[tuple[Memory, ChunkStorageMetadata], list[str]] = {}
-    for name, piece in _near_others(targets):
-        assert piece.memory is not None
-        groups.setdefault((piece.memory, piece.box), []).append(name)
+    for name, memory, box in filling.near_others():
+        groups.setdefault((memory, box), []).append(name)
     faults: dict[str, str] = {}
     for names in groups.values():
         for name in names[1:]:
@@ -256,30 +255,6 @@ def check_ties(targets: Sequence[tuple[str, LocalTarget]], reader: StorageReader
         near.append((high, memory, names[0]))
     if faults:
         raise mismatch_error((), (), faults)
-
-
-def _near_others(targets: Sequence[tuple[str, LocalTarget]]) -> list[tuple[str, SinkPiece]]:
-    """Pieces whose addresses lie between those of another one; mostly there are none."""
-    pieces = [
-        (name, piece)
-        for name, target in targets
-        for piece in target.pieces
-        if piece.memory is not None
-    ]
-    memories = [piece.memory for _, piece in pieces if piece.memory is not None]
-    bounds = np.array([memory.bounds() for memory in memories], np.uint64).reshape(-1, 2)
-    devices = [memory.device for memory in memories]
-    suspect = np.zeros(len(pieces), np.bool_)
-    for device in set(devices):
-        rows = np.flatnonzero([one == device for one in devices])
-        rows = rows[np.argsort(bounds[rows, 0], kind="stable")]
-        reach = np.maximum.accumulate(bounds[rows, 1])
-        clash = np.flatnonzero(reach[:-1] > bounds[rows[1:], 0])
-        suspect[rows[clash + 1]] = True
-        # What others reach into, and what reaches into others, wherever in the order those lie.
-        follows = np.searchsorted(bounds[rows, 0], bounds[rows, 1])
-        suspect[rows[follows > np.arange(1, len(rows) + 1)]] = True
-    return [pieces[row] for row in np.flatnonzero(suspect).tolist()]
 
 
 def _tie_text(other: str) -> str:

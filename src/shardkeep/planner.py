@@ -186,7 +186,7 @@ class ReadItems(Rows[ReadItem]):
     """Number of the wanted box on this rank."""
     wanted_names: Sequence[str]
     """Name of each wanted box."""
-    wanted_boxes: Sequence[ChunkStorageMetadata]
+    wanted_boxes: Boxes
     """Each wanted box."""
     low: Ints
     """First index of the region in the whole tensor, all rows end to end."""

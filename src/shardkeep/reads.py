@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
-from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import ReadItems
 from shardkeep.tables import StateColumns
 
@@ -20,19 +19,17 @@ _PAIRS = 1 << 18
 
 def plan_reads(
     stored: StateColumns,
-    wanted: Sequence[tuple[str, ChunkStorageMetadata]],
+    names: Sequence[str],
+    boxes: Boxes,
     value_names: Sequence[str] = (),
     value_dest: Sequence[int] = (),
 ) -> ReadItems:
-    """Which regions of which chunks make up the wanted boxes; none of them may be empty."""
+    """Which regions of which chunks make up boxes of named tensors; no box may be empty."""
     tensors = stored.tensors
-    names = [name for name, _ in wanted]
-    objects = [box for _, box in wanted]
     rows = np.fromiter(map(tensors.row_of.__getitem__, names), np.int64, len(names))
     rows = np.where(tensors.alias_of[rows] < 0, rows, tensors.alias_of[rows])
     among, which = np.unique(rows, return_inverse=True)
     chunks, begin = stored.chunks_among(among)
-    boxes = Boxes.of(objects)
     found = list(_overlaps(boxes, chunks.boxes, begin[which], begin[which + 1]))
     of_wanted, of_chunk, low, size = (
         np.concatenate([part[k] for part in found]) if found else np.zeros(0, np.int64)
@@ -45,7 +42,7 @@ def plan_reads(
         of_chunk - begin[which[of_wanted]],
         of_wanted,
         names,
-        objects,
+        boxes,
         low,
         size,
         value_names,

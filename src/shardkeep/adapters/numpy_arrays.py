@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from shardkeep.arrays import (
     ArrayForm,
+    FlatSink,
     HostSink,
     HostSource,
     LocalTarget,
     Memory,
     NotComposite,
+    Sink,
     SinkPiece,
     Source,
     Staging,
@@ -28,6 +31,8 @@ from shardkeep.metadata import TensorProperties
 __all__ = ["ADAPTER"]
 
 Array = npt.NDArray[np.generic]
+
+_TARGET_LOOKS = attrgetter("__class__", "shape", "dtype", "strides", "flags.writeable")
 
 
 class NumpyArrays(NotComposite):
@@ -78,8 +83,25 @@ class NumpyArrays(NotComposite):
                 "copy"
             )
         dtype = _dtype_of(array, where)
-        piece = SinkPiece(whole(array.shape), HostSink(_bits(array, dtype), dtype), memory)
-        return LocalTarget(array.shape, dtype, (piece,), value)
+        piece = SinkPiece(whole(array.shape), self.sink(array, dtype), memory)
+        return LocalTarget(array.shape, dtype, (piece,), value, memory)
+
+    def target_glances(self, values: Sequence[Array]) -> Sequence[Hashable]:
+        """Class, layout and element type, and whether it may be written to."""
+        return list(map(_TARGET_LOOKS, values))
+
+    def target_addresses(
+        self, values: Sequence[Array], names: Sequence[str], reach: Sequence[int]
+    ) -> Sequence[int]:
+        """Where the first element lies; an array has all of its memory."""
+        return self.addresses(values)
+
+    def sink(self, value: Array, dtype: DType) -> Sink:
+        """Its memory."""
+        array = np.asarray(value)
+        if array.flags.c_contiguous and array.dtype.isnative:
+            return FlatSink(array.reshape(-1).view(np.uint8), array.shape, dtype)
+        return HostSink(_bits(array, dtype), dtype)
 
     def settle(self, values: Iterable[Array]) -> Staging | None:
         """Nothing computes behind numpy's back."""

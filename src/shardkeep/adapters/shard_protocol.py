@@ -18,6 +18,7 @@ from shardkeep.arrays import (
     NotComposite,
     Source,
     Staging,
+    TargetsApart,
     library_adapter,
     settle_all,
     source_parts,
@@ -51,7 +52,7 @@ class ShardProtocol(Protocol):
     """Extent of each box."""
 
 
-class ShardValues(NotComposite):
+class ShardValues(NotComposite, TargetsApart):
     """The adapter for values that follow `ShardProtocol`."""
 
     def claims(self, kind: type) -> bool:

@@ -15,6 +15,7 @@ from shardkeep.arrays import (
     SinkPiece,
     Source,
     Staging,
+    TargetsApart,
     adapter_of,
     settle_all,
 )
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ADAPTER"]
 
 
-class ShardedArrays(NotComposite):
+class ShardedArrays(NotComposite, TargetsApart):
     """The adapter for `shardkeep.ShardedArray`."""
 
     def claims(self, kind: type) -> bool:

@@ -33,6 +33,7 @@ from shardkeep.arrays import (
     ArrayForm,
     LocalTarget,
     NotComposite,
+    Sink,
     SinkPiece,
     Source,
     Staging,
@@ -71,7 +72,7 @@ class TorchDistributed(NotComposite):
     def addresses(self, values: Sequence[Any]) -> Sequence[int]:
         """What each kind knows."""
         kinds = {_kind_of(kind) for kind in set(map(type, values))}
-        if kinds == {_KINDS["DTensor"]}:
+        if kinds == {_DTENSORS}:
             locals_ = list(map(_LOCAL, values))
             if set(map(type, locals_)) <= _PLAIN:
                 found = TENSORS.addresses(locals_)
@@ -90,6 +91,22 @@ class TorchDistributed(NotComposite):
     def target(self, value: object, where: str, device: object) -> LocalTarget:
         """Local tensors are filled in place; meta DTensors are allocated."""
         return _kind(value).target(value, where, device)
+
+    def target_glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Those of DTensors; among others they are asked for one by one."""
+        if all(_kind_of(kind) is _DTENSORS for kind in set(map(type, values))):
+            return _DTENSORS.target_glances(values)
+        return [None] * len(values)
+
+    def target_addresses(
+        self, values: Sequence[Any], names: Sequence[str], reach: Sequence[int]
+    ) -> Sequence[int]:
+        """Those of the local tensors."""
+        return TENSORS.target_addresses(list(map(_LOCAL, values)), names, reach)
+
+    def sink(self, value: Any, dtype: DType) -> Sink:
+        """The memory of the local tensor."""
+        return TENSORS.sink(value._local_tensor, dtype)
 
     def settle(self, values: Iterable[Any]) -> Staging | None:
         """What the local tensors need."""
@@ -140,6 +157,7 @@ def _kind(value: object) -> _Kind:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _LOOKS = attrgetter("_spec", "_local_tensor", "requires_grad")
 _LOCAL = attrgetter("_local_tensor")
+_SPEC = attrgetter("_spec")
 _LOCAL_LOOKS = attrgetter("__class__", "shape", "dtype", "layout", "is_meta")
 _SPEC_LOOKS = attrgetter(
     "mesh", "placements", "shape", "shard_order", "use_strided_shard_as_shard_order"
@@ -269,7 +287,21 @@ class _DTensors:
             result, local = _allocated(value, local, device)
         inner = TENSORS.target(local, where, device)
         pieces = [inner.pieces[0].part(here, box) for box, here in spread.boxes]
-        return LocalTarget(spread.shape, inner.dtype, pieces, result)
+        return LocalTarget(spread.shape, inner.dtype, pieces, result, inner.memory)
+
+    def target_glances(self, values: Sequence[Any]) -> Sequence[Hashable | None]:
+        """Everything that `target` looks at, of the layout and of the local tensor."""
+        try:
+            locals_ = list(map(_LOCAL, values))
+            if not set(map(type, locals_)) <= _PLAIN:
+                return [None] * len(values)
+            inner = TENSORS.target_glances(locals_)
+            if None in inner:
+                return [None] * len(values)
+            layouts = map(_SPEC_LOOKS, map(_SPEC, values))
+            return list(zip(layouts, inner, strict=True))
+        except Exception:
+            return [None] * len(values)
 
     def _spread(self, value: Any, where: str) -> _Spread:
         mesh = value.device_mesh
@@ -432,8 +464,9 @@ class _AsyncTensors:
         return LocalTarget(inner.shape, inner.dtype, inner.pieces, value)
 
 
+_DTENSORS = _DTensors()
 _KINDS: dict[str, _Kind] = {
-    "DTensor": _DTensors(),
+    "DTensor": _DTENSORS,
     "ShardedTensor": _ShardedTensors(),
     "AsyncCollectiveTensor": _AsyncTensors(),
 }

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardkeep.dtypes import DType
 
-__all__ = ["host_bits", "tensor_of"]
+__all__ = ["host_bits", "host_bytes", "tensor_of"]
 
 Array = npt.NDArray[np.generic]
 
@@ -24,15 +22,20 @@ class _HostMemory:
 
     __slots__ = ("__array_interface__", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, bits: np.dtype[Any]) -> None:
-        item = bits.itemsize
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...] | None,
+        kind: str,
+    ) -> None:
         self.tensor = tensor
         self.__array_interface__ = {
             "version": 3,
             "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple([step * item for step in tensor.stride()]),
-            "typestr": bits.str,
+            "shape": shape,
+            "strides": strides,
+            "typestr": kind,
         }
 
 
@@ -41,7 +44,13 @@ def host_bits(tensor: torch.Tensor, dtype: DType) -> Array:
     bits = dtype.bits()
     if tensor.numel() == 0:
         return np.empty(tuple(tensor.shape), bits)
-    return np.asarray(_HostMemory(tensor, bits))
+    strides = tuple([step * bits.itemsize for step in tensor.stride()])
+    return np.asarray(_HostMemory(tensor, tuple(tensor.shape), strides, bits.str))
+
+
+def host_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The host memory of a contiguous tensor, which is not empty."""
+    return np.asarray(_HostMemory(tensor, (tensor.nbytes,), None, "|u1"))
 
 
 def tensor_of(array: Array, dtype: DType) -> torch.Tensor:

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.adapters.torch_devices import PINNED, DeviceSink, DeviceSource
-from shardkeep.adapters.torch_memory import host_bits, tensor_of
+from shardkeep.adapters.torch_memory import host_bits, host_bytes, tensor_of
 from shardkeep.arrays import (
     ArrayForm,
     ArrayParts,
+    FlatSink,
     HostSink,
     HostSource,
     LocalTarget,
@@ -47,8 +48,15 @@ _BY_TORCH: dict[torch.dtype, DType] = {
 }
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _LOOKS = attrgetter("__class__", "shape", "dtype", "requires_grad", "layout", "is_meta")
+_TARGET_LOOKS = attrgetter("__class__", "shape", "dtype", "layout", "device")
 _is_contiguous = torch.Tensor.is_contiguous
+_is_conj = torch.Tensor.is_conj
+_is_neg = torch.Tensor.is_neg
+_stride = torch.Tensor.stride
 _data_ptr = torch.Tensor.data_ptr
+_untyped_storage = torch.Tensor.untyped_storage
+_storage_ptr = torch.UntypedStorage.data_ptr
+_storage_nbytes = torch.UntypedStorage.nbytes
 
 
 class TorchTensors:
@@ -118,13 +126,42 @@ class TorchTensors:
                 f"{where}: elements of the target share memory (its strides overlap); load into a "
                 "copy"
             )
-        sink: Sink
-        if tensor.is_cpu:
-            sink = HostSink(host_bits(tensor, dtype), dtype)
-        else:
-            sink = DeviceSink(tensor.detach())
-        piece = SinkPiece(whole(shape), sink, memory)
-        return LocalTarget(shape, dtype, (piece,), result)
+        piece = SinkPiece(whole(shape), self.sink(tensor, dtype), memory)
+        return LocalTarget(shape, dtype, (piece,), result, memory)
+
+    def target_glances(self, values: Sequence[torch.Tensor]) -> Sequence[Hashable | None]:
+        """Everything that `target` looks at, but for addresses and storages."""
+        try:
+            if any(map(_is_neg, values)) or any(map(_is_conj, values)):
+                return [None] * len(values)
+            looks = map(_TARGET_LOOKS, values)
+            if all(map(_is_contiguous, values)):
+                return list(looks)
+            return list(zip(looks, map(_stride, values), strict=True))
+        except Exception:
+            return [None] * len(values)
+
+    def target_addresses(
+        self, values: Sequence[torch.Tensor], names: Sequence[str], reach: Sequence[int]
+    ) -> Sequence[int]:
+        """Where the first element lies; storages are looked at, one and all."""
+        count = len(values)
+        storages = list(map(_untyped_storage, values))
+        begin = np.fromiter(map(_data_ptr, values), np.uint64, count)
+        end = np.fromiter(map(_storage_ptr, storages), np.uint64, count)
+        end += np.fromiter(map(_storage_nbytes, storages), np.uint64, count)
+        for row in np.flatnonzero(begin + np.array(reach, np.uint64) > end).tolist():
+            _check_storage(values[row], names[row])
+        addresses: list[int] = begin.tolist()
+        return addresses
+
+    def sink(self, value: torch.Tensor, dtype: DType) -> Sink:
+        """Its memory, or that of the device."""
+        if not value.is_cpu:
+            return DeviceSink(value.detach())
+        if value.is_contiguous() and value.nbytes:
+            return FlatSink(host_bytes(value), value.shape, dtype)
+        return HostSink(host_bits(value, dtype), dtype)
 
     def settle(self, values: Iterable[torch.Tensor]) -> Staging | None:
         """Wait for the devices; copies from and to them go through pinned memory."""

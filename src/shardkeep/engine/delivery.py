@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSink, Sink, StagedSink
+from shardkeep.arrays import Bytes, FlatSink, HostSink, Sink, StagedSink
 from shardkeep.boxes import flat_range_boxes, strides
 from shardkeep.columns import Column
 from shardkeep.dtypes import DType
@@ -106,6 +106,8 @@ class Delivery:
 
 
 def _memory(sink: Sink, dtype: DType) -> Bytes | None:
+    if type(sink) is FlatSink:
+        return sink.bytes if sink.dtype is dtype else None
     if type(sink) is not HostSink or sink.dtype is not dtype:
         return None
     array = sink.array

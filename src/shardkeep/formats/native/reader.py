@@ -331,7 +331,7 @@ class NativeReader(StorageReader):
         chunks = items.chunks
         assert chunks.file is not None
         assert chunks.start is not None
-        wanted = Boxes.of(items.wanted_boxes)
+        wanted = items.wanted_boxes
         ndim = chunks.boxes.ndim
         wanted_at = np.repeat(wanted.start[:-1][items.wanted], ndim)
         wanted_at += np.arange(len(items.low)) - np.repeat(starts(ndim)[:-1], ndim)
