@@ -230,6 +230,33 @@ def test_abstract_targets_among_others(saved):
     assert all(one.device.type == "cpu" for one in target.values())
 
 
+def test_empty_containers_between_abstract_targets(tmp_path):
+    """They have no leaves, also where they are the last of all."""
+
+    def build(device):
+        made = [torch.full((2,), float(n), device=device) for n in range(3)]
+        return {"a": {"x": made[0], "none": {}}, "b": {}, "c": {"x": made[1], "y": made[2]}}
+
+    def last(device):
+        return {"c": {"x": torch.ones(2, device=device), "none": {}}}
+
+    for number, make in enumerate((build, last)):
+        shardkeep.save(make("cpu"), tmp_path / str(number))
+        target = make("meta")
+        shardkeep.load(target, tmp_path / str(number))
+        assert str(target) == str(make("cpu"))
+
+
+def test_one_nesting_with_other_keys(tmp_path):
+    """1 and True are equal keys for Python, but not the same names."""
+    state = {"a": {1: torch.ones(2)}, "b": {1: torch.zeros(2)}}
+    shardkeep.save(state, tmp_path)
+    with pytest.raises(MismatchError) as caught:
+        shardkeep.load({"a": {True: torch.ones(2)}, "b": {1: torch.ones(2)}}, tmp_path)
+    assert caught.value.missing == ("a.True",)
+    assert caught.value.unexpected == ("a.1",)
+
+
 class Recorded(shardkeep.DefaultLoadPlanner):
     """Puts everything through a sink of its own, by way of the public hook."""
 

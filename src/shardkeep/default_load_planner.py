@@ -61,6 +61,9 @@ class DefaultLoadPlanner(LoadPlanner):
         if not isinstance(stored, StateColumns):
             raise TypeError("the default load planner needs metadata over columns")
         self._stored = stored
+        there = metadata.planner_data
+        if there is not None and there.same(self._flat.structure):
+            self._flat.structure = there  # whose names are known
         self.results: list[object] = list(self._flat.values)
 
     def _asked(self, name: str) -> bool:
@@ -138,7 +141,7 @@ class DefaultLoadPlanner(LoadPlanner):
         """
         own, here = self._flat.structure.names, self._flat.structure
         there = self._metadata.planner_data
-        if there is None or not (_has_brackets(here) or _has_brackets(there)):
+        if there is None or there is here or not (_has_brackets(here) or _has_brackets(there)):
             return own
         by_path = {
             tuple(map(key_identity, path)): name
@@ -152,10 +155,9 @@ class DefaultLoadPlanner(LoadPlanner):
         ]
 
     def _per_rank_faults(self) -> dict[str, str]:
-        structure = self._metadata.planner_data
-        if structure is None:
+        structure, here = self._metadata.planner_data, self._flat.structure
+        if structure is None or structure is here:
             return {}
-        here = self._flat.structure
         mine = _per_rank_worlds(here.root, ())
         saved = dict(_per_rank_worlds(structure.root, ()) if mine else ())
         faults = {}

@@ -79,8 +79,7 @@ class Look:
         """Whether nesting, names and forms are equal; ties are not looked at."""
         return (
             self.is_comparable
-            and self.structure.key_types == other.structure.key_types
-            and self.structure.root == other.structure.root
+            and self.structure.same(other.structure)
             and self.glances == other.glances
         )
 

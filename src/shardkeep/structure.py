@@ -206,6 +206,14 @@ class Structure:
             _add_key_types(self.root, self._key_types)
         return self._key_types
 
+    def same(self, other: Structure) -> bool:
+        """Whether nesting and keys are equal, and so the names; False where that is hard to say."""
+        return (
+            self.key_types <= DISTINCT_KEYS
+            and self.key_types == other.key_types
+            and self.root == other.root
+        )
+
     def take_names(self, names: list[str]) -> None:
         """Use stored names in place of those that would follow from the paths."""
         self._names = names
@@ -289,12 +297,21 @@ def _from_wire(node: Node, depth: int) -> Node:
     if kind in _KEYED:
         if type(keys) is not list or len(keys) != len(children):
             raise ValueError(f"{kind} has keys that do not fit its children")
-        if len({key_identity(key) for key in keys}) != len(keys) or len(set(keys)) != len(keys):
+        if len(set(keys)) != len(keys) or _has_twins(keys):
             raise ValueError(f"{kind} has a key twice")
     elif keys is not None:
         raise ValueError(f"{kind} has keys")
     _check_extra(kind, keys, children, extra)
-    return [kind, keys, [_from_wire(child, depth + 1) for child in children], extra]
+    if set(map(type, children)) != {int} or not set(children) <= {TENSOR, VALUE}:
+        children = [_from_wire(child, depth + 1) for child in children]
+    return [kind, keys, children, extra]
+
+
+def _has_twins(keys: list[Key]) -> bool:
+    """Whether two keys that Python tells apart are stored alike; text never is."""
+    if set(map(type, keys)) <= _TEXT:
+        return False
+    return len({key_identity(key) for key in keys}) != len(keys)
 
 
 def _check_extra(kind: str, keys: Any, children: list[Node], extra: Any) -> None:

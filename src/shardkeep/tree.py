@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from shardkeep import values
@@ -389,11 +390,26 @@ class _Fill:
                     mismatched={dotted(path): f"is the same object as {dotted(first[0])}"},
                 )
 
+    def _arrays_only(self, value: dict[Key, object]) -> bool:
+        """Fill a dict all at once, if every value of it is an array, as in most of a state."""
+        part = slice(self.at, self.at + len(value))
+        held, adapters = self.flat.values[part], self.flat.adapters[part]
+        # An empty container has no leaf at all: the leaves here may be fewer than the values.
+        if None in adapters or len(held) < len(value) or not all(map(is_, value.values(), held)):
+            return False
+        for key, old, new in zip(list(value), held, self.results[part], strict=True):
+            if old is not new:
+                value[key] = new
+        self.at = part.stop
+        return True
+
     def _leaf(self) -> object:
         self.at += 1
         return self.results[self.at - 1]
 
     def _mapping(self, value: Any, path: Path) -> Any:
+        if type(value) is dict and self._arrays_only(value):
+            return value
         filled = {key: self.node(child, (*path, key)) for key, child in list(value.items())}
         if isinstance(value, MutableMapping):
             for key, new in filled.items():
