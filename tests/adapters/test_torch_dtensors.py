@@ -332,6 +332,63 @@ def test_tied_targets_with_different_contents_are_refused(tmp_path):
         load(on_ranks(2, build), tmp_path)
 
 
+LAYOUTS = {
+    "rows": (Shard(0), (2, 3), (4, 3)),
+    "columns": (Shard(1), (4, 3), (4, 6)),
+    "replicas": (Replicate(), (4, 3), (4, 3)),
+    "several boxes": (_StridedShard(0, split_factor=2), (4, 3), (8, 3)),
+}
+
+
+def alike(count, apart, layout="rows"):
+    """DTensors of one layout on two ranks, whose elements lie `apart` from tensor to tensor."""
+    mesh = init_device_mesh("cpu", (2,))
+    placement, here, whole = LAYOUTS[layout]
+    first = 0 if layout == "replicas" else 50 * mesh.get_rank()
+    local = torch.arange(float(np.prod(here))).reshape(here) + first
+    return {f"w{n}": on_mesh(local + n * apart, mesh, [placement], whole) for n in range(count)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_of_many_alike_gets_its_own(tmp_path, layout):
+    states = on_ranks(2, lambda: alike(4, 100, layout))
+    save(states, tmp_path)
+    targets = on_ranks(2, lambda: alike(4, 0, layout))
+    load(targets, tmp_path)
+    for state, target in zip(states, targets, strict=True):
+        for name, tensor in state.items():
+            assert torch.equal(target[name]._local_tensor, tensor._local_tensor)
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_one_of_many_alike_cannot_be_filled(tmp_path, at):
+    save(on_ranks(2, lambda: alike(4, 100)), tmp_path)
+    targets = on_ranks(2, lambda: alike(4, 0))
+    targets[1][f"w{at}"]._local_tensor.untyped_storage().resize_(8)
+    with pytest.raises(UnsupportedValueError, match=f"w{at}: the tensor needs 24 bytes"):
+        load(targets, tmp_path)
+    targets = on_ranks(2, lambda: alike(4, 0))
+    lazy = targets[1][f"w{at}"]
+    lazy._local_tensor = torch._neg_view(lazy._local_tensor)
+    with pytest.raises(UnsupportedValueError, match=f"w{at}: the target is a lazy"):
+        load(targets, tmp_path)
+
+
+def test_results_on_their_way_are_waited_for_one_by_one(tmp_path):
+    """Local tensors that look alike, each behind a collective of its own."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    save(on_ranks(2, lambda: alike(4, 100)), tmp_path)
+    targets, pending = on_ranks(2, lambda: alike(4, 0)), []
+    for target in targets:
+        for tensor in target.values():
+            tensor._local_tensor = AsyncCollectiveTensor(tensor._local_tensor)
+            pending.append(tensor._local_tensor)
+    load(targets, tmp_path)
+    assert all(local.completed for local in pending)
+    assert targets[1]["w3"]._local_tensor.elem.tolist() == [[350, 351, 352], [353, 354, 355]]
+
+
 def test_properties():
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,))
