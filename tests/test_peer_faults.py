@@ -313,7 +313,7 @@ def test_dcp_error_while_filling_reaches_every_rank(tmp_path):
 
 def test_dcp_1_write_error_on_another_thread_is_swallowed(tmp_path, monkeypatch):
     """Every single write of a save is made to fail in turn, on whichever thread it happens."""
-    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda *_: 4)
+    monkeypatch.setattr("shardkeep.formats.native.writer.usable_cores", lambda *_: 4)
     state = {f"t{i}": np.full(1 << 18, i, np.float32) for i in range(8)} | {"step": 1}
     original = WriteFile.write_at
     lock = threading.Lock()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import add
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -50,14 +50,44 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 
+SMALL_STAGED = 512 << 10
+"""Bytes up to which arrays on a device travel together: a copy takes less than to ask for it."""
+
+
 class Staging(Protocol):
     """How elements on a device travel: through which memory, and when they have arrived."""
 
     def allocate(self, nbytes: int) -> Bytes:
         """Memory of whole pages that the device copies from and to."""
 
+    def release(self, buffer: Bytes) -> None:
+        """Take back what `allocate` gave and nothing copies from or to, for who asks next."""
+
+    def begin_gather(self, sources: Sequence[StagedSource], out: Bytes) -> None:
+        """`begin_read` of the whole of many small sources, which fill `out` end to end."""
+
+    def begin_scatter(self, data: Bytes, parts: Sequence[SmallPart]) -> Sequence[SmallPart]:
+        """`begin_put` of many small parts of `data`; gives back those that cannot."""
+
     def fence(self) -> Callable[[], None]:
         """A wait, to be called on any thread, for the copies that this thread has begun so far."""
+
+
+class SmallPart(NamedTuple):
+    """Some bytes, and where on a device they go."""
+
+    begin: int
+    """Where in the data they begin."""
+    end: int
+    """Where they end."""
+    sink: StagedSink
+    """What they are a part of."""
+    at: int
+    """The first of its bytes, were they row-major."""
+    dtype: DType
+    """What the bytes mean."""
+    row: int
+    """Which part it is, to whoever made it."""
 
 
 def region(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Any, ...]:

@@ -76,6 +76,34 @@ def layouts(path):
     print("layouts, casts, meta targets, ties: ok")
 
 
+def small_ones(path):
+    """Thousands that travel together, of many types, beside strided, lazy and large ones."""
+    kinds = (torch.float32, torch.bfloat16, torch.int64, torch.int8, torch.bool, torch.complex64)
+    random = torch.Generator().manual_seed(0)
+    state = {}
+    for number in range(3000):
+        shape = tuple(torch.randint(1, 60, (number % 4,), generator=random).tolist())
+        value = torch.randn(shape, generator=random).to(kinds[number % len(kinds)]).to(DEVICE)
+        state[f"v{number}"] = value.t() if value.dim() == 2 and number % 5 == 0 else value
+    state |= {f"large{n}": torch.randn(1 << 20, device=DEVICE) for n in range(5)}
+    state["lazy"] = torch.randn(30, dtype=torch.complex64, device=DEVICE).conj()
+    state["host"] = torch.randn(50)
+    result = shardkeep.save(state, path, overwrite=True)
+    target = {k: torch.zeros(v.shape, dtype=v.dtype, device=v.device) for k, v in state.items()}
+    shardkeep.load(target, path)
+    for key, value in state.items():
+        assert bits(target[key]) == bits(value.resolve_conj()), key
+    wide = {
+        k: torch.zeros_like(v, dtype=torch.float64)
+        for k, v in state.items()
+        if v.is_floating_point()
+    }
+    shardkeep.load(wide, path, cast=True, strict=False)
+    for key, value in wide.items():
+        assert torch.equal(value, state[key].double()), key
+    print(f"{len(state)} small ones: ok, {result.stats['write_s']:.3f} s to write")
+
+
 def memory(path, gib):
     state = {f"w{i}": torch.randn(gib << 27, device=DEVICE).bfloat16() for i in range(4)}
     expected = {k: v.clone() for k, v in state.items()}
@@ -103,6 +131,7 @@ def main():
     try:
         every_dtype(f"{root}/a")
         layouts(f"{root}/a")
+        small_ones(f"{root}/a")
         memory(f"{root}/b", 1)
     finally:
         shutil.rmtree(root)

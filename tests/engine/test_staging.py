@@ -26,9 +26,43 @@ class Device:
     def __init__(self):
         self.begun = threading.local()
         self.late = 0
+        self.refuses = False
+        self.together = 0
+        self.released = []
 
     def allocate(self, nbytes):
         return page_aligned(nbytes)
+
+    def release(self, buffer):
+        buffer[:] = 0xDD
+        self.released.append(buffer)
+
+    def begin_gather(self, sources, out):
+        at = 0
+        for source in sources:
+            size = source.array.nbytes
+            source.begin_read(0, source.array.size, out[at : at + size])
+            at += size
+        assert at == len(out)
+        self.together += len(sources)
+
+    def begin_scatter(self, data, parts):
+        if self.refuses:
+            return parts
+        left = []
+        for part in parts:
+            sink = part.sink
+            if sink.dtype is part.dtype and sink.array.flags.c_contiguous:
+                self.begin(lambda part=part: self.put(data, part))
+                self.together += 1
+            else:
+                left.append(part)
+        return left
+
+    def put(self, data, part):
+        flat = part.sink.array.reshape(-1).view(np.uint8)
+        assert np.shares_memory(flat, part.sink.array)
+        flat[part.at : part.at + part.end - part.begin] = data[part.begin : part.end]
 
     def begin(self, copy):
         self.begun.__dict__.setdefault("copies", []).append(copy)
@@ -97,6 +131,7 @@ def test_what_travels_arrives(tmp_path_factory, device, data):
         st.lists(st.tuples(st.integers(0, 700), st.integers(1, 900)), min_size=1, max_size=5)
     )
     budget = data.draw(st.sampled_from([8 << 20, 12 << 20, 64 << 20]))
+    device.refuses = data.draw(st.booleans())
     rng = np.random.default_rng(0)
     state = {f"t{n}": rng.integers(0, 9, shape, np.int32) for n, shape in enumerate(shapes)}
     state["turned"] = rng.integers(0, 9, (300, 200)).T
@@ -106,6 +141,35 @@ def test_what_travels_arrives(tmp_path_factory, device, data):
     for name, array in state.items():
         assert np.array_equal(target[name], array), name
     assert device.late
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("cast", [False, True])
+def test_small_ones_travel_together(tmp_path, device, monkeypatch, refuses, cast):
+    """Between large ones, of several types, in parts, and next to what must go by itself."""
+    device.refuses = refuses
+    monkeypatch.setattr("shardkeep.arrays.SMALL_STAGED", 4096)
+    monkeypatch.setattr("shardkeep.engine.delivery.SMALL_STAGED", 4096)
+    monkeypatch.setattr("shardkeep.engine.writing.SMALL_STAGED", 4096)
+    rng = np.random.default_rng(1)
+    state = {}
+    for number in range(400):
+        size = int(rng.integers(1, 1500)) if number % 50 else 50_000
+        kind = [np.int32, np.float64, np.int8][number % 3]
+        state[f"t{number}"] = rng.integers(0, 99, size).astype(kind)
+    state["matrix"] = rng.integers(0, 99, (40, 30))
+    state["turned"] = rng.integers(0, 99, (30, 40)).T
+    shardkeep.save(state, tmp_path)
+    gathered, device.together = device.together, 0
+    assert gathered > 200
+    target = {name: np.full_like(array, -1) for name, array in state.items()}
+    if cast:
+        target = {n: a.astype(np.int64) if a.dtype == np.int32 else a for n, a in target.items()}
+    shardkeep.load(target, tmp_path, cast=cast)
+    for name, array in state.items():
+        assert np.array_equal(target[name], array), name
+    assert (device.together > 100) is not refuses
+    assert device.released
 
 
 def test_digests_are_those_of_what_has_arrived(tmp_path, device):
@@ -118,7 +182,7 @@ def test_digests_are_those_of_what_has_arrived(tmp_path, device):
 
 
 def test_many_files_and_units(tmp_path, device, monkeypatch):
-    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    monkeypatch.setattr("shardkeep.formats.native.writer.usable_cores", lambda ranks=1: 4)
     limits = shardkeep.formats.native.layout.Limits(payload=20 << 20)
     state = {f"t{n}": np.arange(n, n + (5 << 20), dtype=np.int32) for n in range(6)}
     writer = shardkeep.NativeWriter(tmp_path, limits=limits)

@@ -173,7 +173,7 @@ def test_only_large_files_ask_for_direct_io(tmp_path, monkeypatch, nbytes, asked
 
 def test_a_full_disk_at_one_file_ends_the_others(tmp_path, monkeypatch):
     """Files are written side by side; the error is that of the one that failed, and soon there."""
-    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    monkeypatch.setattr("shardkeep.formats.native.writer.usable_cores", lambda ranks=1: 4)
     written = []
     real = WriteFile.write_at
 
@@ -206,7 +206,7 @@ def test_a_rank_with_much_to_write_has_several_files():
 
 
 def test_an_interrupt_ends_all_files_soon(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardkeep.formats.native.writer.io_threads", lambda ranks=1: 4)
+    monkeypatch.setattr("shardkeep.formats.native.writer.usable_cores", lambda ranks=1: 4)
     # Whoever runs the tests in the background may have had it ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     main, late, raised = threading.main_thread(), [], threading.Event()

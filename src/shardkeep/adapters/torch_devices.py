@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,21 +20,36 @@ import numpy.typing as npt
 import torch
 
 from shardkeep.adapters.torch_memory import host_bits, tensor_of
-from shardkeep.arrays import Bytes, region
+from shardkeep.arrays import Bytes, SmallPart, StagedSource, region
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import DType
 from shardkeep.engine.pages import page_aligned
 
 __all__ = ["PINNED", "DeviceSink", "DeviceSource", "PinnedStaging"]
 
+MOST_KEPT = 256 << 20
+"""Bytes of registered memory that wait for the next save or load: registering is slow."""
+
 _of_thread = threading.local()
 
 
 class PinnedStaging:
-    """Copies between devices and registered host memory, begun by one thread after the other."""
+    """Copies between devices and registered host memory, begun by one thread after the other.
+
+    Small arrays go together: one copy between host and device, many on the device.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Bytes] = []
+        """Buffers of one size, that of the last save or load."""
+        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Bytes:
         """Whole pages that devices copy from and to directly; plain ones where that is refused."""
+        with self._lock:
+            if self._kept and len(self._kept[-1]) == nbytes:
+                return self._kept.pop()
+            self._kept.clear()
         memory = page_aligned(nbytes)
         address = memory.__array_interface__["data"][0]
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -43,6 +58,56 @@ class PinnedStaging:
             owner = memory if memory.base is None else memory.base
             weakref.finalize(owner, runtime.cudaHostUnregister, address)
         return memory
+
+    def release(self, buffer: Bytes) -> None:
+        """Keep it for the next save or load, but not too many, and of one size only."""
+        with self._lock:
+            if self._kept and len(self._kept[-1]) != len(buffer):
+                self._kept.clear()
+            if (len(self._kept) + 1) * len(buffer) <= MOST_KEPT:
+                self._kept.append(buffer)
+
+    def begin_gather(self, sources: Sequence[StagedSource], out: Bytes) -> None:
+        """Side by side into memory of the device, and from there in one copy."""
+        tensors = [source.tensor for source in sources if isinstance(source, DeviceSource)]
+        assert len(tensors) == len(sources)
+        device = tensors[0].device
+        scratch = None
+        if device.type == "cuda" and all(tensor.device == device for tensor in tensors):
+            scratch = _scratch(len(out), device)
+        if scratch is None:
+            _one_by_one(sources, out)
+            return
+        with _own_stream(device):
+            parts = torch.split_with_sizes(scratch, [tensor.nbytes for tensor in tensors])
+            whole = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in tensors]
+            torch._foreach_copy_(list(parts), [_flat_bytes(tensor) for tensor in whole])
+            torch.from_numpy(out).copy_(scratch, non_blocking=True)
+
+    def begin_scatter(self, data: Bytes, parts: Sequence[SmallPart]) -> Sequence[SmallPart]:
+        """In one copy into memory of the device, and from there to their places."""
+        device = next((p.sink.tensor.device for p in parts if isinstance(p.sink, DeviceSink)), None)
+        if device is None or device.type != "cuda":
+            return parts
+        left: list[SmallPart] = []
+        places: list[torch.Tensor] = []
+        taken: list[SmallPart] = []
+        for part in parts:
+            place = _place(part, device)
+            if place is None:
+                left.append(part)
+            else:
+                places.append(place)
+                taken.append(part)
+        low, high = min(part.begin for part in parts), max(part.end for part in parts)
+        scratch = _scratch(high - low, device) if taken else None
+        if scratch is None:
+            return parts
+        with _own_stream(device):
+            scratch.copy_(torch.from_numpy(data[low:high]), non_blocking=True)
+            found = [scratch[part.begin - low : part.end - low] for part in taken]
+            torch._foreach_copy_(places, found)
+        return left
 
     def fence(self) -> Callable[[], None]:
         """Behind all that this thread has begun."""
@@ -103,7 +168,7 @@ class DeviceSource:
         tensor = self.tensor
         with _own_stream(tensor.device):
             if tensor.is_cuda and tensor.is_contiguous() and not _is_lazy(tensor):
-                bits = tensor.view(-1)[start:stop].view(torch.uint8)
+                bits = _flat_bytes(tensor.view(-1)[start:stop])
                 torch.from_numpy(out).copy_(bits, non_blocking=True)
                 return
             at = 0
@@ -122,6 +187,46 @@ class DeviceSource:
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
+
+
+def _scratch(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    """Memory of the device, if there is any left.
+
+    Torch hands it out again only to this thread's stream, behind what is begun with it now.
+    """
+    try:
+        with _own_stream(device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _place(part: SmallPart, device: torch.device) -> torch.Tensor | None:
+    """The bytes of a target that a part goes to, where they are one run and mean the same."""
+    if not isinstance(part.sink, DeviceSink):
+        return None
+    tensor = part.sink.tensor
+    fits = (
+        tensor.device == device
+        and tensor.is_contiguous()
+        and not _is_lazy(tensor)
+        and tensor.dtype is getattr(torch, part.dtype.torch)
+    )
+    return _flat_bytes(tensor)[part.at : part.at + part.end - part.begin] if fits else None
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _one_by_one(sources: Sequence[StagedSource], out: Bytes) -> None:
+    at = 0
+    for source in sources:
+        assert isinstance(source, DeviceSource)
+        tensor = source.tensor
+        nbytes = tensor.numel() * source.dtype.itemsize
+        source.begin_read(0, tensor.numel(), out[at : at + nbytes])
+        at += nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,22 +18,30 @@ from shardkeep.arrays import Bytes, Staging
 from shardkeep.engine.digests import CONTENT_PIECE
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
-__all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads"]
+__all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usable_cores"]
 
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
 LARGEST_UNIT = 4 << 20
+"""Most bytes of a buffer: small enough to be in a cache still, when it is used again."""
+STAGED_UNIT = 16 << 20
+"""The same where a device fills or empties it, from which nothing is in a cache."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 
 
-def io_threads(ranks_on_host: int = 1) -> int:
-    """How many threads move bytes: few, and fewer where ranks share the machine."""
+def usable_cores(ranks_on_host: int = 1) -> int:
+    """This process's share of the machine."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
         cores = os.cpu_count() or 1
-    return max(1, min(4, cores // max(1, ranks_on_host)))
+    return max(1, cores // max(1, ranks_on_host))
+
+
+def io_threads(ranks_on_host: int = 1) -> int:
+    """How many threads move bytes: few, and fewer where ranks share the machine."""
+    return min(4, usable_cores(ranks_on_host))
 
 
 def available_memory() -> int:
@@ -80,7 +88,7 @@ class BufferPool:
         budget: int,
         threads: int,
         block: int,
-        largest: int = LARGEST_UNIT,
+        largest: int | None = None,
         staging: Staging | None = None,
     ) -> None:
         """One buffer for each thread, a whole number of blocks, of `largest` bytes at most.
@@ -90,7 +98,7 @@ class BufferPool:
         """
         self.threads = max(1, min(threads, budget // SHARE))
         room = (budget // self.threads - 2 * CONTENT_PIECE) // 2
-        room = min(largest, room)
+        room = min(largest or (STAGED_UNIT if staging else LARGEST_UNIT), room)
         step = max(block, HUGE_PAGE) if room >= HUGE_PAGE else block
         self.unit = max(block, room // step * step)
         self.staging = staging
@@ -135,9 +143,15 @@ class BufferPool:
                 self._free.append((buffer, done))  # others wait for it, whatever the device says
                 self._ready.notify()
 
-    def drain(self) -> None:
-        """Wait for everything that was begun with buffers given back."""
+    def close(self) -> None:
+        """Wait for everything that was begun with buffers given back, and let go of them."""
         with self._ready:
-            waits = [done for _, done in self._free if done is not None]
-        for done in waits:
-            done()
+            free = list(self._free)
+            self._free.clear()
+            self._made -= len(free)
+        for _, done in free:
+            if done is not None:
+                done()
+        if self.staging is not None:
+            for buffer, _ in free:
+                self.staging.release(buffer)

@@ -4,11 +4,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, FlatSink, HostSink, Sink, StagedSink
+from shardkeep.arrays import (
+    SMALL_STAGED,
+    Bytes,
+    FlatSink,
+    HostSink,
+    Sink,
+    SmallPart,
+    StagedSink,
+    Staging,
+)
 from shardkeep.boxes import flat_range_boxes, strides
 from shardkeep.columns import Column
 from shardkeep.dtypes import DType
@@ -21,13 +30,18 @@ class Delivery:
     """Copies regions into their sinks; from any thread."""
 
     def __init__(
-        self, regions: Regions, spans: Spans, sinks: Callable[[int], Sink], *, staged: bool = False
+        self,
+        regions: Regions,
+        spans: Spans,
+        sinks: Callable[[int], Sink],
+        *,
+        staging: Staging | None = None,
     ) -> None:
         """`sinks(number)` gives the sink of that number.
 
-        With `staged`, buffers go back to a pool that waits for what was begun with them.
+        With `staging`, buffers go back to a pool that waits for what was begun with them.
         """
-        self._staged = staged
+        self._staging = staging
         self._regions = regions
         self._sinks = sinks
         self._low = spans.low
@@ -73,7 +87,7 @@ class Delivery:
         _put_part(shape, offsets, size, dest, (a, b), elements, put, dtype)
 
     def _begin_put(self, sink: Sink) -> Callable[[tuple[int, ...], Column, DType], None]:
-        staged = self._staged and isinstance(sink, StagedSink)
+        staged = self._staging is not None and isinstance(sink, StagedSink)
         return sink.begin_put if staged else sink.put  # type: ignore[attr-defined]
 
     def put_many(self, rows: Column, data: Bytes, base: int) -> None:
@@ -96,13 +110,37 @@ class Delivery:
             (end - base).tolist(),
         )
         sinks, dtypes, copy = self._sinks, self._regions.dtype, np.copyto
+        together: list[SmallPart] = []
         for row, is_quick, number, kind, a, b, c, d in zip(*columns, strict=True):
             if is_quick:
-                memory = _memory(sinks(number), dtypes[kind])
+                sink = sinks(number)
+                memory = _memory(sink, dtypes[kind])
                 if memory is not None:
                     copy(memory[a:b], data[c:d])
                     continue
+                small = self._staging is not None and d - c <= SMALL_STAGED
+                if small and isinstance(sink, StagedSink):
+                    together.append(SmallPart(c, d, sink, a, dtypes[kind], row))
+                    continue
             self.put(row, data, base, base + c, base + d)
+        if self._staging is not None:
+            for run in _near(together):
+                for part in self._staging.begin_scatter(data, run):
+                    self.put(part.row, data, base, base + part.begin, base + part.end)
+
+
+def _near(parts: Sequence[SmallPart]) -> Iterator[list[SmallPart]]:
+    """Cut at wide gaps, in which something else lies: it would travel too."""
+    run: list[SmallPart] = []
+    end = 0
+    for part in parts:
+        if run and part.begin - end > SMALL_STAGED:
+            yield run
+            run = []
+        run.append(part)
+        end = max(end, part.end)
+    if run:
+        yield run
 
 
 def _memory(sink: Sink, dtype: DType) -> Bytes | None:

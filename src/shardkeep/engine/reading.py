@@ -20,6 +20,7 @@ from shardkeep.arrays import Bytes, Sink
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
+from shardkeep.engine.digests import DIGESTING
 from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
@@ -89,12 +90,10 @@ class Reading:
         self.runs = runs_of(regions.file, spans.low, spans.high, block)
         """The blocks to read that nobody has brought yet."""
         self.staged = pool.staging is not None
-        self.delivery = Delivery(regions, spans, sinks, staged=self.staged)
+        self.delivery = Delivery(regions, spans, sinks, staging=pool.staging)
         self.large = spans.flat & spans.alone & (spans.high - spans.low >= 2 * block)
         self.files = files
         self.block = block
-        self.piece = max(block, PIECE // block * block)
-        self.large_piece = max(block, LARGE_PIECE // block * block)
         self.pool = pool
         self.threads = threads
         self.progress = progress
@@ -107,15 +106,16 @@ class Reading:
         self.units = self._members(self.runs.cut(self.pool.unit // self.block))
         cold = self.is_cold()
         fetchers = max(FETCHERS, self.threads) if cold else self.threads
+        workers = self.threads if cold or self.staged else 0
         try:
-            with Crew(self._deliver, self._drop, self.threads if cold else 0, "read") as crew:
+            with Crew(self._deliver, self._drop, workers, "read") as crew:
 
                 def fetch(number: int) -> None:
                     crew.hand(self._fetch(number))
 
                 run_in_order(range(len(self.units)), fetch, fetchers)
         finally:
-            self.pool.drain()
+            self.pool.close()
 
     def _members(self, runs: Runs) -> Units:
         return members_of(runs, self.regions.file, self.spans.low, self.spans.high, self.block)
@@ -197,15 +197,16 @@ class Reading:
             raise _named(damage, {self.names(sink) for sink in hit}) from None
 
     def _fetch(self, number: int) -> _Unit:
-        """Take a buffer for a unit and, where the disk must be waited for, read it."""
+        """Take a buffer for a unit and, where it must come by way of that, read it."""
         runs = self.units.runs
         buffer = self.pool.take()
         assert buffer is not None
         try:
             with self.files(int(runs.file[number])) as file:
                 unit = _Unit(self, number, file.layout.payload, buffer)
-                if file.file.is_cold(unit.low, unit.high - unit.low):
-                    unit.fetch(file)
+                cold = file.file.is_cold(unit.low, unit.high - unit.low)
+                if cold or self.staged:
+                    unit.fetch(file, cold)
         except BaseException:
             self.pool.give(buffer)
             raise
@@ -250,9 +251,12 @@ class _Unit:
         self.stats[key] += now - self.clock
         self.clock = now
 
-    def fetch(self, file: VerifiedFile) -> None:
-        """Read all of it, around the page cache."""
-        self.stats["bytes_direct"] = file.read_cold(self.buffer, self.low, self.high - self.low)
+    def fetch(self, file: VerifiedFile, cold: bool) -> None:
+        """Read all of it, around the page cache where it is not there."""
+        if cold:
+            self.stats["bytes_direct"] = file.read_cold(self.buffer, self.low, self.high - self.low)
+        else:
+            file.read_at(self.data, self.low)
         self.stats["read_requests"] += 1
         self.lap("read_thread_s")
         self.fetched = True
@@ -261,12 +265,12 @@ class _Unit:
         """Check it, and copy it to where it goes."""
         self.clock = perf_counter()
         straight = list(self.straight(rows))
-        at = self.low
-        for begin, end, memory in (*straight, (self.high, self.high, None)):
-            self.pieces(file, at, begin, None)
-            if memory is not None:
-                self.pieces(file, begin, end, memory)
-            at = end
+        if self.fetched:
+            self.check(file)
+            for begin, end, memory in straight:
+                np.copyto(memory, self.data[begin - self.low : end - self.low])
+        else:
+            self.read(file, straight)
         self.rest(rows, straight)
         self.lap("copy_thread_s")
 
@@ -283,26 +287,35 @@ class _Unit:
                 at = int(spans.at[row]) - low
                 yield begin, end, memory[at + begin : at + end]
 
-    def pieces(self, file: VerifiedFile, begin: int, end: int, memory: Bytes | None) -> None:
-        """Bring the blocks [begin, end) into memory, or into the buffer, and check them."""
+    def check(self, file: VerifiedFile) -> None:
+        """Compare all of it, which is in the buffer, with its digests."""
+        if file.check:
+            with DIGESTING:
+                file.check_blocks(self.low // self.reading.block, self.data)
+            self.lap("digest_thread_s")
+
+    def read(self, file: VerifiedFile, straight: list[tuple[int, int, Bytes]]) -> None:
+        """Bring it from the page cache, where it goes or into the buffer, and check it."""
+        at = self.low
+        for begin, end, memory in straight:
+            self.pieces(file, at, self.data[at - self.low : begin - self.low], LARGE_PIECE)
+            self.pieces(file, begin, memory, PIECE)
+            self.stats["bytes_straight"] += end - begin
+            at = end
+        self.pieces(file, at, self.data[at - self.low :], LARGE_PIECE)
+
+    def pieces(self, file: VerifiedFile, begin: int, memory: Bytes, size: int) -> None:
+        """Bring the blocks from `begin` on into memory, piece by piece, and check them."""
         block = self.reading.block
-        size = self.reading.piece if memory is not None else self.reading.large_piece
-        for at in range(begin, end, size):
-            stop = min(at + size, end)
-            part = self.data[at - self.low : stop - self.low]
-            if not self.fetched:
-                if memory is not None:
-                    part = memory[at - begin : stop - begin]
-                    self.stats["bytes_straight"] += stop - at
-                file.read_at(part, at)
-                self.stats["read_requests"] += 1
-                self.lap("read_thread_s")
+        size = max(block, size // block * block)
+        for at in range(0, len(memory), size):
+            part = memory[at : at + size]
+            file.read_at(part, begin + at)
+            self.stats["read_requests"] += 1
+            self.lap("read_thread_s")
             if file.check:
-                file.check_blocks(at // block, part)
+                file.check_blocks((begin + at) // block, part)
                 self.lap("digest_thread_s")
-            if self.fetched and memory is not None:
-                np.copyto(memory[at - begin : stop - begin], part)
-                self.lap("copy_thread_s")
 
     def rest(self, rows: Ints, straight: list[tuple[int, int, Bytes]]) -> None:
         """Copy what went into the buffer and has not reached its place yet."""

@@ -17,10 +17,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSource, Source, StagedSource
+from shardkeep.arrays import (
+    SMALL_STAGED,
+    Bytes,
+    HostSource,
+    Source,
+    StagedSource,
+    Staging,
+)
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import (
+    DIGESTING,
     FILE_ALIGNMENT,
     Algorithm,
     ContentDigests,
@@ -308,24 +316,14 @@ class _FileWriter:
             return
         start = (chunks.start[first:last] - low).tolist()
         nbytes = chunks.nbytes[first:last].tolist()
-        batch: list[object] = []
-        begin = end = 0
+        batch = _Batch(data, self._pool.staging)
         for at, length, source, row in zip(
             start, nbytes, chunks.sources(first, last), range(first, last), strict=True
         ):
-            if length <= SMALL and at >= 0 and at + length <= len(data):
-                plain = _plain_memory(source, length)
-                if plain is not None:
-                    if not batch:
-                        begin = at
-                    batch.append(plain)
-                    end = at + length
-                    continue
-            if batch:
-                _join(batch, data[begin:end])
-            self._fill_part(row, source, low, data)
-        if batch:
-            _join(batch, data[begin:end])
+            whole = at >= 0 and at + length <= len(data)
+            if not (whole and batch.add(source, at, length)):
+                self._fill_part(row, source, low, data)
+        batch.copy()
 
     def _source(self, row: int) -> Source:
         """The elements of a chunk; those of a large one are wanted again and again."""
@@ -347,7 +345,8 @@ class _FileWriter:
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size
         view = data.data
-        found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        with DIGESTING:
+            found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
         place = low // block * size
         self._level1[place : place + len(found)] = found
         self._digest_content(low, rows, data)
@@ -358,11 +357,6 @@ class _FileWriter:
         if self._content is None or first == last:
             return
         chunks, view = self._payload.chunks, data.data
-        if last == first + 1:
-            at = int(chunks.start[first]) - low
-            part = view[max(at, 0) : at + int(chunks.nbytes[first])]
-            self._content.add_run(first, (max(-at, 0),), (part,))
-            return
         begin = chunks.start[first:last] - low
         end = begin + chunks.nbytes[first:last]
         parts = [view[max(a, 0) : b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
@@ -403,7 +397,45 @@ def _plain_memory(source: Source, nbytes: int) -> object | None:
     return None
 
 
-def _join(batch: list[object], place: Bytes) -> None:
-    """Copy many small pieces of memory to one place; empties the list."""
-    np.copyto(place, np.frombuffer(b"".join(batch), np.uint8))  # type: ignore[arg-type]
-    batch.clear()
+class _Batch:
+    """Small chunks that lie end to end, copied all at once: from host memory, or by a device."""
+
+    def __init__(self, data: Bytes, staging: Staging | None) -> None:
+        self._data = data
+        self._staging = staging
+        self._plain: list[object] = []
+        self._staged: list[StagedSource] = []
+        self._begin = self._end = 0
+
+    def add(self, source: Source, at: int, nbytes: int) -> bool:
+        """Take a chunk that goes to this place; False if it must be copied by itself."""
+        plain = _plain_memory(source, nbytes) if nbytes <= SMALL else None
+        staged = (
+            plain is None
+            and self._staging is not None
+            and nbytes <= SMALL_STAGED
+            and isinstance(source, StagedSource)
+        )
+        if self._end != at or (self._staged if plain is not None else self._plain):
+            self.copy()
+        if plain is not None:
+            self._plain.append(plain)
+        elif staged:
+            self._staged.append(source)  # type: ignore[arg-type]
+        else:
+            return False
+        if len(self._plain) + len(self._staged) == 1:
+            self._begin = at
+        self._end = at + nbytes
+        return True
+
+    def copy(self) -> None:
+        """Copy what was added, or begin to."""
+        place = self._data[self._begin : self._end]
+        if self._plain:
+            np.copyto(place, np.frombuffer(b"".join(self._plain), np.uint8))  # type: ignore[arg-type]
+            self._plain.clear()
+        if self._staged:
+            assert self._staging is not None
+            self._staging.begin_gather(self._staged, place)
+            self._staged = []

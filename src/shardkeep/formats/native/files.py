@@ -33,8 +33,8 @@ DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache: one sync costs them more than all the rest."""
 DIRECT_UNIT = 2 << 20
 """Most bytes of a direct write: one huge page, enough for a disk, and few enough for the cache."""
-BUFFERED_UNIT = 4 << 20
-"""Most bytes of a write into the page cache, where the file's lock is taken each time."""
+MOST_BUSY = 4
+"""Threads that fill and digest, and files written at the same time."""
 DISK_WRITERS = 2
 """Direct writes that wait for the disk at the same time, at least: one is done, one is next."""
 
@@ -62,7 +62,7 @@ class FileWriter:
     ) -> None:
         """`algorithm` and `block` are those of all files of the checkpoint.
 
-        `cores` is how many threads may keep a core busy; those that wait for a disk come on top.
+        `cores` is this process's share of the machine. Threads that wait for a disk come on top.
         """
         self.stats = WriteStats()
         self._store = store
@@ -70,7 +70,8 @@ class FileWriter:
         self._progress = progress
         self._block = block
         self._budget = budget
-        self._cores = cores
+        self._busy = min(MOST_BUSY, cores)
+        self._spare = cores - self._busy
         self._staging = staging
         self._pool: BufferPool | None = None
         self._lock = threading.Lock()
@@ -84,16 +85,18 @@ class FileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is None:
-            self._behind.wait()
-        else:
-            self._behind.give_up()
+        try:
+            if error is None:
+                self._behind.wait()
+            else:
+                self._behind.give_up()
+        finally:
             if self._pool is not None:
-                self._pool.drain()
+                self._pool.close()
 
     def run(self, count: int, write: Callable[[int], None]) -> None:
         """Call `write(number)` for so many files. A file has a lock, so each gets a thread."""
-        self._lanes = max(1, min(count, self._cores))
+        self._lanes = max(1, min(count, self._busy))
 
         def stop() -> None:
             # Only now, when the first error is known: none of the others can be taken for it.
@@ -145,11 +148,14 @@ class FileWriter:
 
     def _threads(self) -> int:
         """For one file, to fill and digest."""
-        return max(1, self._cores // self._lanes)
+        return max(1, self._busy // self._lanes)
 
     def _writers(self, direct: bool) -> int:
-        """For one file, to write. What goes through the page cache is a copy, and needs a core."""
-        return -(-max(DISK_WRITERS, self._cores) // self._lanes) if direct else 0
+        """For one file, to write."""
+        if direct:
+            return -(-max(DISK_WRITERS, self._busy) // self._lanes)
+        # A copy into the page cache, under the file's lock: one at a time, if it has a core.
+        return 1 if self._spare >= self._lanes else 0
 
     def _buffers(self, direct: bool) -> BufferPool:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
@@ -159,7 +165,7 @@ class FileWriter:
                 buffers = self._threads() + 2 * self._writers(direct)
                 if self._staging is not None:
                     buffers += self._threads()  # one is filled while another is digested
-                unit = DIRECT_UNIT if direct else BUFFERED_UNIT
+                unit = DIRECT_UNIT if direct else None
                 count = self._lanes * buffers
                 self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
         return self._pool

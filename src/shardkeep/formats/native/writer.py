@@ -16,7 +16,7 @@ import numpy as np
 
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
-from shardkeep.engine.budget import checked_budget, io_threads
+from shardkeep.engine.budget import checked_budget, usable_cores
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
 from shardkeep.errors import (
     CheckpointError,
@@ -255,7 +255,7 @@ class NativeWriter(StorageWriter):
             self._algorithm,
             self.block,
             budget=checked_budget(self.memory_budget, self.ranks_on_host),
-            cores=io_threads(self.ranks_on_host),
+            cores=usable_cores(self.ranks_on_host),
             staging=staging,
             progress=self.progress,
         )
