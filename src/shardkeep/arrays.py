@@ -27,6 +27,7 @@ __all__ = [
     "ArrayForm",
     "ArrayParts",
     "FlatSink",
+    "HostPlaces",
     "HostSink",
     "HostSource",
     "LocalTarget",
@@ -71,6 +72,17 @@ class Staging(Protocol):
 
     def fence(self) -> Callable[[], None]:
         """A wait, to be called on any thread, for the copies that this thread has begun so far."""
+
+
+class HostPlaces(NamedTuple):
+    """Where sinks lie that are row-major host memory; known without making any of them."""
+
+    address: npt.NDArray[np.uint64]
+    """Of the first byte of each sink; 0 for a sink that is something else."""
+    kind: npt.NDArray[np.int64]
+    """Row of `dtype` for each."""
+    dtype: Sequence[DType]
+    """The element types that occur."""
 
 
 class SmallPart(NamedTuple):

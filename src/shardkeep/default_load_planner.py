@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from shardkeep import tree, values
-from shardkeep.arrays import Sink, settle_all
+from shardkeep.arrays import HostPlaces, Sink, settle_all
 from shardkeep.dtypes import Cast, DType, can_cast
 from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
@@ -265,6 +265,12 @@ class DefaultLoadPlanner(LoadPlanner):
         if type(self).resolve_tensor is not DefaultLoadPlanner.resolve_tensor:
             return super().sinks(items)
         return self._filling.sink
+
+    def places(self, items: ReadItems) -> HostPlaces | None:
+        """Those of arrays that are filled in place."""
+        if type(self).resolve_tensor is not DefaultLoadPlanner.resolve_tensor:
+            return None
+        return self._filling.places()
 
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
         """Sinks need no commit."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import Sink, Source, Staging
+from shardkeep.arrays import HostPlaces, Sink, Source, Staging
 from shardkeep.columns import Boxes, Ints, Rows
 from shardkeep.metadata import (
     ChunkStorageMetadata,
@@ -333,6 +333,10 @@ class LoadPlanner(ABC):
             return found[number]
 
         return sink
+
+    def places(self, items: ReadItems) -> HostPlaces | None:
+        """Where sinks lie in host memory, if that is known without asking for each of them."""
+        return None
 
     @abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.arrays import ArrayAdapter, LocalTarget, Memory, Sink, ask_each
+from shardkeep.arrays import (
+    ArrayAdapter,
+    FlatSink,
+    HostPlaces,
+    LocalTarget,
+    Memory,
+    Sink,
+    ask_each,
+)
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.dtypes import DType, lookup
 from shardkeep.metadata import ChunkStorageMetadata
@@ -192,6 +200,17 @@ class Filling:
             return piece.sink
         adapter, target = self._arrays.adapters[row], self._targets[self._target[row]]
         return piece.sink_in(adapter.sink(self._arrays.values[row], target.dtype))
+
+    def places(self) -> HostPlaces:
+        """Where pieces lie, of those that are whole arrays in host memory."""
+        flat = [
+            p.memory.address if type(p.sink) is FlatSink and p.memory else 0 for p in self._pieces
+        ]
+        address = np.array(flat, np.uint64)[self._piece]
+        address[address != 0] += self._shift[address != 0]
+        return HostPlaces(
+            address, self._target[self._array], [target.dtype for target in self._targets]
+        )
 
     def near_others(self) -> Iterator[tuple[str, Memory, ChunkStorageMetadata]]:
         """Pieces whose addresses lie between those of another one; mostly there are none."""

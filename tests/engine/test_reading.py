@@ -13,16 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.arrays import HostSink
+from shardkeep.arrays import HostPlaces, HostSink
 from shardkeep.columns import Boxes
 from shardkeep.dtypes import lookup
 from shardkeep.engine import reading as engine
 from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.engine.moves import address_of
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.verified import VerifiedFile
 from shardkeep.errors import CorruptionError
+from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.stores import reading as store
 from shardkeep.stores.local import LocalStore
 
@@ -103,6 +105,21 @@ def sink_of(region, kind):
     order = "F" if region[5] == "F" else "C"
     bits = kind.bits().newbyteorder(">" if region[5] == "big" else "=")
     return HostSink(np.zeros(region[4], bits, order=order), kind)
+
+
+def places_of(sinks, known):
+    """Where those sinks lie that are row-major memory, of the numbers that are known."""
+    address = [
+        address_of(sink.array.reshape(-1).view(np.uint8))
+        if known[number % len(known)]
+        and sink.array.size
+        and sink.array.flags.c_contiguous
+        and sink.array.dtype.isnative
+        else 0
+        for number, sink in enumerate(sinks)
+    ]
+    dtypes = [sink.dtype for sink in sinks]
+    return HostPlaces(np.array(address, np.uint64), np.arange(len(sinks)), dtypes)
 
 
 def expected(payload, chunks, region):
@@ -186,10 +203,13 @@ def place(request):
     piece=st.sampled_from([BLOCK, 3 * BLOCK]),
     cold=st.booleans(),
     check=st.booleans(),
+    known=st.lists(st.booleans(), min_size=1, max_size=3),
     answers=st.lists(HARMLESS, max_size=30),
 )
 @settings(max_examples=60)
-def test_any_regions_read_bit_equal(place, case, blocks, threads, piece, cold, check, answers):
+def test_any_regions_read_bit_equal(
+    place, case, blocks, threads, piece, cold, check, known, answers
+):
     seed, chunks, regions, end = case
     payload = np.random.default_rng(seed).bytes(end + seed % 5000)
     path = place / "file"
@@ -207,8 +227,9 @@ def test_any_regions_read_bit_equal(place, case, blocks, threads, piece, cold, c
             columns(chunks, regions),
             sinks.__getitem__,
             block=BLOCK,
-            pool=Unit(blocks, 2 * threads),
+            pool=lambda *_: Unit(blocks, 2 * threads),
             threads=threads,
+            places=places_of(sinks, known),
             stats=stats,
         )
     for region, sink in zip(regions, sinks, strict=True):
@@ -242,7 +263,7 @@ def test_damage_in_what_is_read_is_an_error(place, case, blocks, cold, data):
             columns(chunks, regions),
             sinks.__getitem__,
             block=BLOCK,
-            pool=Unit(blocks, 4),
+            pool=lambda *_: Unit(blocks, 4),
             threads=2,
         )
 
@@ -264,7 +285,7 @@ def run(path, disk, blocks=8):
             regions,
             lambda _: sink,
             block=BLOCK,
-            pool=Unit(blocks, 2),
+            pool=lambda *_: Unit(blocks, 2),
             threads=1,
             stats=stats,
         )
@@ -300,7 +321,9 @@ def test_a_file_cut_while_it_is_open(place, cold):
     with Disk([], cold).installed(), opened(path, layout, root) as files:
         os.truncate(path, 5 * BLOCK)
         with pytest.raises(CorruptionError, match="has 20480 bytes now"):
-            read_regions(files, regions, lambda _: sink, block=BLOCK, pool=Unit(8, 1), threads=1)
+            read_regions(
+                files, regions, lambda _: sink, block=BLOCK, pool=lambda *_: Unit(8, 1), threads=1
+            )
 
 
 @pytest.mark.parametrize("cold", [True, False])
@@ -333,9 +356,35 @@ def test_rows_far_apart_are_not_read_together(place):
             columns(chunks, [region]),
             lambda _: sink,
             block=BLOCK,
-            pool=Unit(64, 2),
+            pool=lambda *_: Unit(64, 2),
             threads=1,
             stats=stats,
         )
     assert sink.array.tobytes() == expected(payload, chunks, region).tobytes()
     assert stats["bytes_read"] == 10 * BLOCK
+
+
+def test_a_region_that_reaches_out_of_its_sink_is_never_copied(tmp_path):
+    """Copies by address have nobody else who would see it."""
+    path = tmp_path / "file"
+    layout, root = write(path, bytes(2 * BLOCK))
+    kind = lookup("uint8")
+    one = Boxes.of([ChunkStorageMetadata((0,), (BLOCK,))])
+    sink = HostSink(np.zeros(BLOCK, np.uint8), kind)
+    column = np.zeros(1, np.int64)
+    regions = Regions(
+        column, column, one, one.sizes, np.array([8]), np.array([BLOCK]), column, [kind], column
+    )
+    with (
+        opened(path, layout, root) as files,
+        pytest.raises(AssertionError, match="out of its sink"),
+    ):
+        read_regions(
+            files,
+            regions,
+            lambda _: sink,
+            block=BLOCK,
+            pool=lambda *_: Unit(8, 1),
+            threads=1,
+            places=places_of([sink], [True]),
+        )

@@ -23,9 +23,6 @@ __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usab
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
 LARGEST_UNIT = 4 << 20
-"""Most bytes of a buffer: small enough to be in a cache still, when it is used again."""
-STAGED_UNIT = 16 << 20
-"""The same where a device fills or empties it, from which nothing is in a cache."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 
@@ -88,7 +85,7 @@ class BufferPool:
         budget: int,
         threads: int,
         block: int,
-        largest: int | None = None,
+        largest: int = LARGEST_UNIT,
         staging: Staging | None = None,
     ) -> None:
         """One buffer for each thread, a whole number of blocks, of `largest` bytes at most.
@@ -98,7 +95,7 @@ class BufferPool:
         """
         self.threads = max(1, min(threads, budget // SHARE))
         room = (budget // self.threads - 2 * CONTENT_PIECE) // 2
-        room = min(largest or (STAGED_UNIT if staging else LARGEST_UNIT), room)
+        room = min(largest, room)
         step = max(block, HUGE_PAGE) if room >= HUGE_PAGE else block
         self.unit = max(block, room // step * step)
         self.staging = staging

@@ -12,6 +12,7 @@ from shardkeep.arrays import (
     SMALL_STAGED,
     Bytes,
     FlatSink,
+    HostPlaces,
     HostSink,
     Sink,
     SmallPart,
@@ -19,8 +20,9 @@ from shardkeep.arrays import (
     Staging,
 )
 from shardkeep.boxes import flat_range_boxes, strides
-from shardkeep.columns import Column
+from shardkeep.columns import Boxes, Column
 from shardkeep.dtypes import DType
+from shardkeep.engine.moves import Addresses, address_of, move_all
 from shardkeep.engine.regions import Regions, Spans
 
 __all__ = ["Delivery"]
@@ -35,9 +37,10 @@ class Delivery:
         spans: Spans,
         sinks: Callable[[int], Sink],
         *,
+        places: HostPlaces | None = None,
         staging: Staging | None = None,
     ) -> None:
-        """`sinks(number)` gives the sink of that number.
+        """`sinks(number)` gives the sink of that number; what is in `places` needs none.
 
         With `staging`, buffers go back to a pool that waits for what was begun with them.
         """
@@ -49,6 +52,7 @@ class Delivery:
         self._at = spans.at
         self._flat = spans.flat
         self._bits = [dtype.bits() for dtype in regions.dtype]
+        self._to = _addresses(regions, spans, places)
 
     def memory(self, row: int) -> Bytes | None:
         """All bytes of the sink of a region, where they lie row-major in host memory as stored."""
@@ -95,6 +99,14 @@ class Delivery:
         stop = base + len(data)
         low, high = self._low[rows], self._high[rows]
         begin, end = np.maximum(low, base), np.minimum(high, stop)
+        to = self._to[rows]
+        moved = (to != 0) & (begin < end)
+        if moved.any():
+            nbytes = (end - begin)[moved]
+            there = to[moved] + (begin - low)[moved].astype(np.uint64)
+            here = (begin - base)[moved].astype(np.uint64) + np.uint64(address_of(data))
+            move_all(there, here, nbytes)
+            rows, low, begin, end = (column[~moved] for column in (rows, low, begin, end))
         quick = self._flat[rows] & (begin < end)
         numbers = self._regions.sink[rows].tolist()
         kinds = self._regions.kind[rows].tolist()
@@ -127,6 +139,20 @@ class Delivery:
             for run in _near(together):
                 for part in self._staging.begin_scatter(data, run):
                     self.put(part.row, data, base, base + part.begin, base + part.end)
+
+
+def _addresses(regions: Regions, spans: Spans, places: HostPlaces | None) -> Addresses:
+    """Where each region goes, if that is one run of host memory, as stored; else 0."""
+    if places is None or not len(regions):
+        return np.zeros(len(regions), np.uint64)
+    same = np.array([[one is other for other in regions.dtype] for one in places.dtype], np.bool_)
+    address = places.address[regions.sink]
+    known = spans.flat & (address != 0) & same[places.kind[regions.sink], regions.kind]
+    extent = Boxes(regions.stored.start, regions.dest, regions.shape).volumes() * regions.itemsize
+    inside = (spans.at >= 0) & (spans.at + (spans.high - spans.low) <= extent)
+    assert inside[known].all(), "a region reaches out of its sink"
+    to: Addresses = np.where(known, address + spans.at.astype(np.uint64), np.uint64(0))
+    return to
 
 
 def _near(parts: Sequence[SmallPart]) -> Iterator[list[SmallPart]]:

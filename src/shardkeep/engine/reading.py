@@ -16,7 +16,7 @@ from time import perf_counter
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, Sink
+from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
@@ -29,12 +29,17 @@ from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import CorruptionError
 from shardkeep.stores.page_cache import is_cached
 
-__all__ = ["READ_STATS", "Reading", "read_buffers"]
+__all__ = ["READ_STATS", "Reading"]
 
 PIECE = 256 << 10
 """Bytes that stay in a core's cache between the steps that touch them."""
 LARGE_PIECE = 2 << 20
 """Bytes read at once into a buffer, from which they are copied on: fewer calls, more threads."""
+
+COLD_UNIT = 4 << 20
+"""Most bytes of a read around the page cache: few enough to be in a cache when they are copied."""
+WARM_UNIT = 16 << 20
+"""Most bytes of a unit that is read piece by piece, or that a device takes."""
 
 FETCHERS = 3
 """Reads that wait for the disk at the same time, at least."""
@@ -58,11 +63,6 @@ buffer; bytes that other ranks read; seconds of all threads together."""
 Files = Callable[[int], AbstractContextManager[VerifiedFile]]
 
 
-def read_buffers(threads: int) -> int:
-    """How many buffers keep everybody busy: one for each thread, and one waits for each fetcher."""
-    return threads + 2 * max(FETCHERS, threads)
-
-
 class Reading:
     """One reading of many regions into their sinks, all at once or piece by piece.
 
@@ -77,24 +77,29 @@ class Reading:
         sinks: Callable[[int], Sink],
         *,
         block: int,
-        pool: BufferPool,
+        pool: Callable[[int, int], BufferPool],
         threads: int,
+        places: HostPlaces | None = None,
+        staging: Staging | None = None,
         progress: Callable[[int], None] | None = None,
         names: Callable[[int], str] = str,
     ) -> None:
-        """`threads` are what the machine's cores are good for; where the disk must be waited for
-        there are as many again, which do only that."""
+        """`pool(buffers, nbytes)` gives that many buffers, of so many bytes at most.
+
+        `threads` are what the machine's cores are good for; where the disk must be waited for there
+        are as many again, which do only that.
+        """
         regions = cut_sparse(regions, block)
         self.regions = regions
         self.spans = spans = spans_of(regions)
         self.runs = runs_of(regions.file, spans.low, spans.high, block)
         """The blocks to read that nobody has brought yet."""
-        self.staged = pool.staging is not None
-        self.delivery = Delivery(regions, spans, sinks, staging=pool.staging)
+        self.staging = staging
+        self.delivery = Delivery(regions, spans, sinks, places=places, staging=staging)
         self.large = spans.flat & spans.alone & (spans.high - spans.low >= 2 * block)
         self.files = files
         self.block = block
-        self.pool = pool
+        self.make_pool = pool
         self.threads = threads
         self.progress = progress
         self.names = names
@@ -103,10 +108,14 @@ class Reading:
 
     def run(self) -> None:
         """Read everything that is left."""
-        self.units = self._members(self.runs.cut(self.pool.unit // self.block))
         cold = self.is_cold()
         fetchers = max(FETCHERS, self.threads) if cold else self.threads
-        workers = self.threads if cold or self.staged else 0
+        workers = self.threads if cold or self.staging else 0
+        # One buffer for each thread, and where units are handed on, one waits for each fetcher.
+        buffers = workers + 2 * fetchers if workers else fetchers
+        self.pool = self.make_pool(buffers, COLD_UNIT if cold else WARM_UNIT)
+        self.units = self._members(self.runs.cut(self.pool.unit // self.block))
+        fetchers, workers = (min(count, self.pool.threads) for count in (fetchers, workers))
         try:
             with Crew(self._deliver, self._drop, workers, "read") as crew:
 
@@ -127,7 +136,7 @@ class Reading:
             with self.files(int(runs.file[number])) as file:
                 low = int(runs.first[number]) * self.block
                 high = min(int(runs.stop[number]) * self.block, file.layout.payload)
-                if not is_cached(file.file.fd, low, min(high - low, self.pool.unit)):
+                if not is_cached(file.file.fd, low, min(high - low, COLD_UNIT)):
                     return True
         return False
 
@@ -171,8 +180,8 @@ class Reading:
                         file.check_blocks(first, part)
             checked = perf_counter()
             self.delivery.put_many(rows, part, first * self.block)
-            if self.pool.staging is not None:
-                self.pool.staging.fence()()  # the memory is not the pool's
+            if self.staging is not None:
+                self.staging.fence()()  # the memory is not the pool's
             self._count(digest_thread_s=checked - begun, copy_thread_s=perf_counter() - checked)
             if self.progress is not None:
                 self.progress(len(part))
@@ -205,7 +214,7 @@ class Reading:
             with self.files(int(runs.file[number])) as file:
                 unit = _Unit(self, number, file.layout.payload, buffer)
                 cold = file.file.is_cold(unit.low, unit.high - unit.low)
-                if cold or self.staged:
+                if cold or self.staging:
                     unit.fetch(file, cold)
         except BaseException:
             self.pool.give(buffer)

@@ -84,13 +84,12 @@ class VerifiedFile:
     def check_blocks(self, first: int, data: Bytes) -> None:
         """Compare whole blocks, the first of which has this number, with their digests."""
         block, size = self.layout.block, self.layout.size
-        digest = self.algorithm.digest
-        for at in range(0, len(data), block):
-            page, inner = divmod(first, PAGE_DIGESTS)
-            held = self._pages.get(page) or self._load_page(page)
-            if digest(data[at : at + block]) != held[inner * size : (inner + 1) * size]:
-                raise DamagedBlock(self.name, first, block)
-            first += 1
+        digest, view = self.algorithm.digest, data.data
+        found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
+        wanted = self._digests(first, len(found) // size)
+        if found != wanted:
+            at = next(at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+            raise DamagedBlock(self.name, first + at // size, block)
 
     def read_blocks(self, first: int, stop: int, out: Bytes) -> Bytes:
         """Read and check blocks [first, stop); returns the part of `out` that they fill."""
@@ -101,6 +100,18 @@ class VerifiedFile:
         if self.check:
             self.check_blocks(first, data)
         return data
+
+    def _digests(self, first: int, count: int) -> bytes:
+        """Those of blocks, one after the other."""
+        size, stop = self.layout.size, first + count
+        parts = []
+        while first < stop:
+            page, inner = divmod(first, PAGE_DIGESTS)
+            held = self._pages.get(page) or self._load_page(page)
+            end = min(stop - page * PAGE_DIGESTS, PAGE_DIGESTS)
+            parts.append(held[inner * size : end * size])
+            first += end - inner
+        return b"".join(parts)
 
     def _load_page(self, page: int) -> bytes:
         with self._lock:

@@ -33,6 +33,10 @@ DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache: one sync costs them more than all the rest."""
 DIRECT_UNIT = 2 << 20
 """Most bytes of a direct write: one huge page, enough for a disk, and few enough for the cache."""
+BUFFERED_UNIT = 4 << 20
+"""Most bytes of a write into the page cache, where the file's lock is taken each time."""
+STAGED_UNIT = 16 << 20
+"""The same for what comes from a device: each costs some calls, and nothing is in a cache."""
 MOST_BUSY = 4
 """Threads that fill and digest, and files written at the same time."""
 DISK_WRITERS = 2
@@ -165,7 +169,8 @@ class FileWriter:
                 buffers = self._threads() + 2 * self._writers(direct)
                 if self._staging is not None:
                     buffers += self._threads()  # one is filled while another is digested
-                unit = DIRECT_UNIT if direct else None
+                buffered = BUFFERED_UNIT if self._staging is None else STAGED_UNIT
+                unit = DIRECT_UNIT if direct else buffered
                 count = self._lanes * buffers
                 self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
         return self._pool

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import numpy as np
 
-from shardkeep.arrays import Sink, Staging
+from shardkeep.arrays import HostPlaces, Sink, Staging
 from shardkeep.columns import Boxes, Ints, starts
 from shardkeep.coordination import Coordinator
 from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
-from shardkeep.engine.reading import READ_STATS, Reading, read_buffers
+from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import (
@@ -309,7 +309,8 @@ class NativeReader(StorageReader):
 
     def _planned_reading(self, plan: LoadPlan, planner: LoadPlanner) -> Reading:
         items = _items_of(plan)
-        return self._reading(items, planner.sinks(items), planner.staging)
+        sinks, places = planner.sinks(items), planner.places(items)
+        return self._reading(items, sinks, places, planner.staging)
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""
@@ -325,7 +326,11 @@ class NativeReader(StorageReader):
         return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
 
     def _reading(
-        self, items: ReadItems, sink: Callable[[int], Sink], staging: Staging | None = None
+        self,
+        items: ReadItems,
+        sink: Callable[[int], Sink],
+        places: HostPlaces | None = None,
+        staging: Staging | None = None,
     ) -> Reading:
         """The regions of a plan, in the order of their places in files."""
         chunks = items.chunks
@@ -349,15 +354,16 @@ class NativeReader(StorageReader):
         )
         self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        threads = io_threads(self.ranks_on_host)
-        pool = BufferPool(budget, read_buffers(threads), self.record.block, staging=staging)
+        block = self.record.block
         return Reading(
             self.data_file,
             regions,
             sink,
-            block=self.record.block,
-            pool=pool,
-            threads=min(threads, pool.threads),
+            block=block,
+            pool=lambda buffers, most: BufferPool(budget, buffers, block, most, staging),
+            threads=io_threads(self.ranks_on_host),
+            places=places,
+            staging=staging,
             progress=self.progress,
             names=items.wanted_names.__getitem__,
         )

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies within host memory by address: many small ones, each at the price of a call."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Addresses", "address_of", "move_all"]
+
+Addresses = npt.NDArray[np.uint64]
+
+_SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+_move = ctypes.PYFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
+"""Keeps the interpreter's lock: to let go of it would cost more than a small copy."""
+_move_large = ctypes.CFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
+LARGE = 64 << 10
+
+
+def address_of(memory: npt.NDArray[np.uint8]) -> int:
+    """Where an array begins."""
+    return int(memory.__array_interface__["data"][0])
+
+
+def move_all(to: Addresses, source: Addresses, nbytes: npt.NDArray[np.int64]) -> None:
+    """Copy stretches of memory, which the caller holds and has checked the bounds of."""
+    for there, here, count in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+        (_move if count <= LARGE else _move_large)(there, here, count)
