@@ -312,19 +312,17 @@ class _Unit:
             self.stats["bytes_straight"] += end - begin
             at = end
         self.pieces(file, at, self.data[at - self.low :], LARGE_PIECE)
+        self.clock = perf_counter()
 
     def pieces(self, file: VerifiedFile, begin: int, memory: Bytes, size: int) -> None:
         """Bring the blocks from `begin` on into memory, piece by piece, and check them."""
-        block = self.reading.block
-        size = max(block, size // block * block)
-        for at in range(0, len(memory), size):
-            part = memory[at : at + size]
-            file.read_at(part, begin + at)
-            self.stats["read_requests"] += 1
-            self.lap("read_thread_s")
-            if file.check:
-                file.check_blocks((begin + at) // block, part)
-                self.lap("digest_thread_s")
+        if len(memory):
+            block = self.reading.block
+            size = max(block, size // block * block)
+            requests, reading, digesting = file.read_pieces(begin // block, memory, size)
+            self.stats["read_requests"] += requests
+            self.stats["read_thread_s"] += reading
+            self.stats["digest_thread_s"] += digesting
 
     def rest(self, rows: Ints, straight: list[tuple[int, int, Bytes]]) -> None:
         """Copy what went into the buffer and has not reached its place yet."""
