@@ -302,3 +302,35 @@ def test_no_tensor_is_pinned_to_its_size(saved):
     shardkeep.load(target, saved)
     for tensor in target.values():
         tensor.resize_(100)
+
+
+def test_a_planner_may_have_sinks_of_its_own(tmp_path):
+    """None of its targets is then filled by anything but these."""
+    shardkeep.save({"a": np.arange(10.0), "b": np.arange(1000.0)}, tmp_path)
+    asked = []
+
+    class Planner(shardkeep.DefaultLoadPlanner):
+        def sinks(self, items):
+            inner = super().sinks(items)
+
+            def sink(number):
+                asked.append(number)
+                return inner(number)
+
+            return sink
+
+    target = {"a": np.zeros(10), "b": np.zeros(1000)}
+    shardkeep.load(target, tmp_path, planner=Planner())
+    assert set(asked) == {0, 1}
+    assert np.array_equal(target["b"], np.arange(1000.0))
+
+
+def test_a_zero_tensor_is_refused_by_name(tmp_path):
+    """It has no memory to fill, whatever is like it."""
+    shardkeep.save({"a": torch.ones(8), "b": torch.ones(8)}, tmp_path)
+    zero = torch._efficientzerotensor((8,))
+    for target in ({"a": torch.zeros(8), "b": zero}, {"a": zero, "b": torch.zeros(8)}):
+        with pytest.raises(UnsupportedValueError, match="zero tensor"):
+            shardkeep.load(target, tmp_path)
+    with pytest.raises(UnsupportedValueError, match="zero tensor"):
+        shardkeep.save({"a": zero}, tmp_path / "x")

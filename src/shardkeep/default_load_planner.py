@@ -268,8 +268,9 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def places(self, items: ReadItems) -> HostPlaces | None:
         """Those of arrays that are filled in place."""
-        if type(self).resolve_tensor is not DefaultLoadPlanner.resolve_tensor:
-            return None
+        asked = type(self).resolve_tensor, type(self).sinks
+        if asked != (DefaultLoadPlanner.resolve_tensor, DefaultLoadPlanner.sinks):
+            return None  # who knows where its sinks lie
         return self._filling.places()
 
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:

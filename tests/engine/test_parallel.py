@@ -202,3 +202,23 @@ def test_giving_up_does_not_wait_for_ever(monkeypatch):
     behind.give_up()
     assert time.monotonic() - begun < 10
     release.set()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_an_interrupt_while_a_thread_starts_stays_one(monkeypatch, started):
+    start = threading.Thread.start
+
+    def interrupted(self):
+        if started:
+            start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    behind = Behind()
+    with pytest.raises(KeyboardInterrupt):
+        behind.run(lambda: None)
+    behind.give_up()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_order(range(3), lambda _: None, 2)
+    with pytest.raises(KeyboardInterrupt), Crew(print, print, 2, "test"):
+        pass

@@ -210,7 +210,7 @@ def _place(part: SmallPart, device: torch.device) -> torch.Tensor | None:
         tensor.device == device
         and tensor.is_contiguous()
         and not _is_lazy(tensor)
-        and tensor.dtype is getattr(torch, part.dtype.torch)
+        and tensor.dtype is getattr(torch, part.dtype.torch, None)
     )
     return _flat_bytes(tensor)[part.at : part.at + part.end - part.begin] if fits else None
 

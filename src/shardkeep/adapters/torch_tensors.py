@@ -52,6 +52,7 @@ _TARGET_LOOKS = attrgetter("__class__", "shape", "dtype", "layout", "device")
 _is_contiguous = torch.Tensor.is_contiguous
 _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
+_is_zero = torch.Tensor._is_zerotensor
 _stride = torch.Tensor.stride
 _data_ptr = torch.Tensor.data_ptr
 _untyped_storage = torch.Tensor.untyped_storage
@@ -132,7 +133,7 @@ class TorchTensors:
     def target_glances(self, values: Sequence[torch.Tensor]) -> Sequence[Hashable | None]:
         """Everything that `target` looks at, but for addresses and storages."""
         try:
-            if any(map(_is_neg, values)) or any(map(_is_conj, values)):
+            if any(any(map(odd, values)) for odd in (_is_neg, _is_conj, _is_zero)):
                 return [None] * len(values)
             looks = map(_TARGET_LOOKS, values)
             if all(map(_is_contiguous, values)):
@@ -232,6 +233,8 @@ def _checked(value: object, where: str) -> tuple[torch.Tensor, DType]:
             f"{where}: tensors of type {type(value).__module__}.{type(value).__qualname__} cannot "
             "be stored: the class does not say what it is made of (__tensor_flatten__)"
         )
+    if _is_zero(value):
+        raise UnsupportedValueError(f"{where}: a zero tensor has no memory; use torch.zeros")
     dtype = _BY_TORCH.get(value.dtype)
     if dtype is None:
         raise UnsupportedValueError(f"{where}: tensors of {value.dtype} cannot be stored")

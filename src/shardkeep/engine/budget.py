@@ -23,6 +23,9 @@ __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usab
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
 LARGEST_UNIT = 4 << 20
+DIGESTING = 2
+"""Threads that digest block after block at the same time. The interpreter's lock is let go of for
+each block and taken again; a third that does so makes all of them slower than one would be."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 
@@ -103,6 +106,9 @@ class BufferPool:
         self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0
         self._ready = threading.Condition()
+        # Of this pool: what an interrupt or a fork leaves taken is never waited for by another.
+        self.digesting = threading.Semaphore(DIGESTING)
+        """Held while a whole buffer is digested."""
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[Bytes]:
@@ -123,11 +129,20 @@ class BufferPool:
                 self._ready.wait()
             if not self._free or (self._made < self.threads and self.staging is not None):
                 self._made += 1
+                taken = None
+            else:
+                # Of buffers that a device still reads, the one given back first is done first.
+                taken, done = self._free.pop() if self.staging is None else self._free.popleft()
+        try:
+            if taken is None:
                 return self._allocate(self.unit)
-            # Of buffers that a device still reads, the one given back first is done first.
-            taken, done = self._free.pop() if self.staging is None else self._free.popleft()
-        if done is not None:
-            done()
+            if done is not None:
+                done()
+        except BaseException:
+            with self._ready:
+                self._made -= 1  # nobody has it, so that another may be made
+                self._ready.notify()
+            raise
         return taken
 
     def give(self, buffer: Bytes) -> None:
@@ -146,9 +161,9 @@ class BufferPool:
             free = list(self._free)
             self._free.clear()
             self._made -= len(free)
-        for _, done in free:
-            if done is not None:
-                done()
-        if self.staging is not None:
-            for buffer, _ in free:
-                self.staging.release(buffer)
+        with contextlib.ExitStack() as waits:  # all of them, also after an error of one
+            for buffer, done in free:
+                if self.staging is not None:
+                    waits.callback(self.staging.release, buffer)
+                if done is not None:
+                    waits.callback(done)

@@ -150,7 +150,8 @@ def _addresses(regions: Regions, spans: Spans, places: HostPlaces | None) -> Add
     known = spans.flat & (address != 0) & same[places.kind[regions.sink], regions.kind]
     extent = Boxes(regions.stored.start, regions.dest, regions.shape).volumes() * regions.itemsize
     inside = (spans.at >= 0) & (spans.at + (spans.high - spans.low) <= extent)
-    assert inside[known].all(), "a region reaches out of its sink"
+    if not inside[known].all():
+        raise AssertionError("a region reaches out of its sink")
     to: Addresses = np.where(known, address + spans.at.astype(np.uint64), np.uint64(0))
     return to
 

@@ -19,12 +19,9 @@ import xxhash
 from shardkeep.columns import Column, Ints
 from shardkeep.errors import FormatError, MissingDependencyError
 
-__all__ = ["DIGESTING", "PAGE_DIGESTS", "Algorithm", "ContentDigests", "DigestLayout", "algorithm"]
+__all__ = ["PAGE_DIGESTS", "Algorithm", "ContentDigests", "DigestLayout", "algorithm"]
 
 PAGE_DIGESTS = 4096
-DIGESTING = threading.BoundedSemaphore(2)
-"""Held while many blocks are digested in a row. The interpreter's lock is let go of for each block
-and taken again; a third thread that does so makes all of them slower than one would be."""
 CONTENT_PIECE = 1 << 20
 FILE_ALIGNMENT = 4096
 

@@ -73,7 +73,7 @@ def _leave(started: list[threading.Thread]) -> None:
     """Let threads end what they are doing, so that nothing moves after this; not for ever."""
     deadline = time.monotonic() + GRACE_S
     for thread in started:
-        if thread.ident is not None:
+        with contextlib.suppress(RuntimeError):  # one whose start was interrupted
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
@@ -199,4 +199,4 @@ class Behind:
     def give_up(self) -> None:
         """After an error elsewhere: let the task end, but not for ever; its own error is lost."""
         if self._thread is not None:
-            self._thread.join(GRACE_S)
+            _leave([self._thread])

@@ -20,7 +20,6 @@ from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
-from shardkeep.engine.digests import DIGESTING
 from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
@@ -299,7 +298,7 @@ class _Unit:
     def check(self, file: VerifiedFile) -> None:
         """Compare all of it, which is in the buffer, with its digests."""
         if file.check:
-            with DIGESTING:
+            with self.reading.pool.digesting:
                 file.check_blocks(self.low // self.reading.block, self.data)
             self.lap("digest_thread_s")
 

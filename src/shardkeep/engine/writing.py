@@ -28,7 +28,6 @@ from shardkeep.arrays import (
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import (
-    DIGESTING,
     FILE_ALIGNMENT,
     Algorithm,
     ContentDigests,
@@ -245,9 +244,11 @@ class _FileWriter:
             rows = self._fill(low, high, buffer[: high - low])
             done = None if staging is None else staging.fence()
         except BaseException:
-            if staging is not None:
-                staging.fence()()  # nothing may still be on its way when the memory goes
-            self._pool.give(buffer)
+            try:
+                if staging is not None:
+                    staging.fence()()  # nothing may still be on its way when the memory goes
+            finally:
+                self._pool.give(buffer)
             raise
         self._stats.add(copy_s=time.perf_counter() - begun)
         return _Filled(low, high, buffer, rows, done)
@@ -345,7 +346,7 @@ class _FileWriter:
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size
         view = data.data
-        with DIGESTING:
+        with self._pool.digesting:
             found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
         place = low // block * size
         self._level1[place : place + len(found)] = found
