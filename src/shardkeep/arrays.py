@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import DType
+from shardkeep.memory import Addresses, Memory
 from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
@@ -31,7 +32,6 @@ __all__ = [
     "HostSink",
     "HostSource",
     "LocalTarget",
-    "Memory",
     "NotComposite",
     "PartSink",
     "Sink",
@@ -77,7 +77,7 @@ class Staging(Protocol):
 class HostPlaces(NamedTuple):
     """Where sinks lie that are row-major host memory; known without making any of them."""
 
-    address: npt.NDArray[np.uint64]
+    address: Addresses
     """Of the first byte of each sink; 0 for a sink that is something else."""
     kind: npt.NDArray[np.int64]
     """Row of `dtype` for each."""
@@ -275,69 +275,6 @@ class PartSink:
         """Hand on, begun only where the larger sink can."""
         begin = self.sink.begin_put if isinstance(self.sink, StagedSink) else self.sink.put
         begin(tuple(map(add, self.offsets, offsets)), block, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Which bytes of which device an array occupies; never dereferenced."""
-
-    device: str
-    """Addresses of different devices are unrelated."""
-    address: int
-    """Of the first element."""
-    shape: tuple[int, ...]
-    """Elements in each dimension."""
-    strides: tuple[int, ...]
-    """Bytes from one element to the next in each dimension."""
-    itemsize: int
-    """Bytes of an element."""
-
-    def bounds(self) -> tuple[int, int]:
-        """Lowest address and the end of the highest element."""
-        low = high = self.address
-        for step, n in zip(self.strides, self.shape, strict=True):
-            low, high = low + min(0, step * (n - 1)), high + max(0, step * (n - 1))
-        return low, high + self.itemsize
-
-    def part(self, box: ChunkStorageMetadata) -> Memory:
-        """What a region of the array occupies."""
-        shift = sum(o * step for o, step in zip(box.offsets, self.strides, strict=True))
-        return Memory(self.device, self.address + shift, box.sizes, self.strides, self.itemsize)
-
-    def may_repeat(self) -> bool:
-        """Whether two elements may share a byte; regular layouts never do."""
-        reach = self.itemsize
-        for step, n in sorted(
-            (abs(step), n) for step, n in zip(self.strides, self.shape, strict=True) if n > 1
-        ):
-            if step < reach:
-                return True
-            reach += step * (n - 1)
-        return False
-
-    def overlaps(self, other: Memory) -> bool:
-        """Whether any byte belongs to both; interleaved views need not share any."""
-        if self.device != other.device:
-            return False
-        try:
-            return np.shares_memory(self._as_array(), other._as_array(), 100_000)  # type: ignore[arg-type]
-        except np.exceptions.TooHardError:
-            return True
-
-    def _as_array(self) -> npt.NDArray[np.generic]:
-        # numpy solves the overlap of strided arrays from addresses alone.
-        return np.asarray(_Addressed(self))
-
-
-class _Addressed:
-    def __init__(self, memory: Memory) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (memory.address, True),
-            "shape": memory.shape,
-            "strides": memory.strides,
-            "typestr": f"|V{memory.itemsize}",
-        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.arrays import Memory
 from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_load_planner import DefaultLoadPlanner, mismatch_error
 from shardkeep.errors import StorageError
 from shardkeep.hosts import name_host, ranks_on_hosts
+from shardkeep.memory import Memory
 from shardkeep.metadata import ChunkStorageMetadata, Metadata
 from shardkeep.planner import LoadPlan, Place, ReadItems
 from shardkeep.storage import ReadOnce, StorageReader

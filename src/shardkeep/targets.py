@@ -13,26 +13,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkeep.arrays import (
     ArrayAdapter,
     FlatSink,
     HostPlaces,
     LocalTarget,
-    Memory,
     Sink,
     ask_each,
 )
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.dtypes import DType, lookup
+from shardkeep.memory import Addresses, Memory
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.tables import TensorTable
 
 __all__ = ["Filling", "Targets"]
-
-Addresses = npt.NDArray[np.uint64]
-"""Or distances between them: sums of unsigned numbers wrap around, so any may be added."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

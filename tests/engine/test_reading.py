@@ -19,11 +19,11 @@ from shardkeep.dtypes import lookup
 from shardkeep.engine import reading as engine
 from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import DigestLayout, algorithm
-from shardkeep.engine.moves import address_of
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.verified import VerifiedFile
 from shardkeep.errors import CorruptionError
+from shardkeep.memory import address_of
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.stores import reading as store
 from shardkeep.stores.local import LocalStore

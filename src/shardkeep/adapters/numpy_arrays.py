@@ -16,7 +16,6 @@ from shardkeep.arrays import (
     HostSink,
     HostSource,
     LocalTarget,
-    Memory,
     NotComposite,
     Sink,
     SinkPiece,
@@ -26,6 +25,7 @@ from shardkeep.arrays import (
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
 from shardkeep.errors import UnsupportedValueError
+from shardkeep.memory import Memory, address_of
 from shardkeep.metadata import TensorProperties
 
 __all__ = ["ADAPTER"]
@@ -60,11 +60,11 @@ class NumpyArrays(NotComposite):
 
     def addresses(self, values: Sequence[Array]) -> Sequence[int]:
         """Where the first element lies."""
-        return [_address(value) if value.size else 0 for value in values]
+        return [address_of(value) if value.size else 0 for value in values]
 
     def tie(self, value: Array) -> Hashable:
         """Memory, strides and element type."""
-        return ("numpy", _address(value), value.strides, value.dtype.str)
+        return ("numpy", address_of(value), value.strides, value.dtype.str)
 
     def signature(self, value: object, where: str) -> tuple[tuple[int, ...], DType]:
         """Shape and element type."""
@@ -118,14 +118,10 @@ def _checked(value: object, where: str) -> Array:
     return np.asarray(value)
 
 
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _memory(array: Array) -> Memory | None:
     if array.size == 0:
         return None
-    return Memory("cpu", _address(array), array.shape, array.strides, array.itemsize)
+    return Memory("cpu", address_of(array), array.shape, array.strides, array.itemsize)
 
 
 def _dtype_of(array: Array, where: str) -> DType:

@@ -24,6 +24,7 @@ from shardkeep.arrays import Bytes, SmallPart, StagedSource, region
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import DType
 from shardkeep.engine.pages import page_aligned
+from shardkeep.memory import address_of
 
 __all__ = ["PINNED", "DeviceSink", "DeviceSource", "PinnedStaging"]
 
@@ -51,7 +52,7 @@ class PinnedStaging:
                 return self._kept.pop()
             self._kept.clear()
         memory = page_aligned(nbytes)
-        address = memory.__array_interface__["data"][0]
+        address = address_of(memory)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
             # Let go of before the memory is: the array that owns it is the last to go.

@@ -26,7 +26,6 @@ from shardkeep.arrays import (
     HostSink,
     HostSource,
     LocalTarget,
-    Memory,
     Sink,
     SinkPiece,
     Source,
@@ -35,6 +34,7 @@ from shardkeep.arrays import (
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
 from shardkeep.errors import UnsupportedValueError
+from shardkeep.memory import Memory
 from shardkeep.metadata import TensorProperties
 
 __all__ = ["ADAPTER", "properties_of"]

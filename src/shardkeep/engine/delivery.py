@@ -22,8 +22,9 @@ from shardkeep.arrays import (
 from shardkeep.boxes import flat_range_boxes, strides
 from shardkeep.columns import Boxes, Column
 from shardkeep.dtypes import DType
-from shardkeep.engine.moves import Addresses, address_of, move_all
+from shardkeep.engine.moves import move_all
 from shardkeep.engine.regions import Regions, Spans
+from shardkeep.memory import Addresses, address_of
 
 __all__ = ["Delivery"]
 

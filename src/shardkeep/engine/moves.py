@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import ctypes
 
-import numpy as np
-import numpy.typing as npt
+from shardkeep.columns import Ints
+from shardkeep.memory import Addresses
 
-__all__ = ["Addresses", "address_of", "move_all"]
-
-Addresses = npt.NDArray[np.uint64]
+__all__ = ["move_all"]
 
 _SIGNATURE = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _MEMMOVE = ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
@@ -20,12 +18,7 @@ _move_large = ctypes.CFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
 LARGE = 64 << 10
 
 
-def address_of(memory: npt.NDArray[np.uint8]) -> int:
-    """Where an array begins."""
-    return int(memory.__array_interface__["data"][0])
-
-
-def move_all(to: Addresses, source: Addresses, nbytes: npt.NDArray[np.int64]) -> None:
+def move_all(to: Addresses, source: Addresses, nbytes: Ints) -> None:
     """Copy stretches of memory, which the caller holds and has checked the bounds of."""
     for there, here, count in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
         (_move if count <= LARGE else _move_large)(there, here, count)

@@ -9,6 +9,7 @@ import mmap
 import numpy as np
 
 from shardkeep.arrays import Bytes
+from shardkeep.memory import address_of
 
 __all__ = ["HUGE_PAGE", "page_aligned"]
 
@@ -26,5 +27,5 @@ def page_aligned(nbytes: int) -> Bytes:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
-    skip = -whole.__array_interface__["data"][0] % HUGE_PAGE if spare else 0
+    skip = -address_of(whole) % HUGE_PAGE if spare else 0
     return whole[skip : skip + nbytes]

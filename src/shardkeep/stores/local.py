@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from shardkeep.errors import CheckpointError, StorageError
+from shardkeep.memory import address_of
 from shardkeep.stores.direct import direct_alignment, in_memory, set_direct, start_writeback
 from shardkeep.stores.reading import ReadFile
 
@@ -124,7 +125,7 @@ class WriteFile:
 
     def _is_aligned(self, data: memoryview, offset: int) -> bool:
         mask = self._alignment - 1
-        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+        address = address_of(np.frombuffer(data, np.uint8))
         return (offset | len(data) | address) & mask == 0
 
     def sync(self) -> None:
