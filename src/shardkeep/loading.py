@@ -112,11 +112,11 @@ def _load_once(
 ) -> LoadResult:
     place = Place(coordinator.rank, coordinator.world_size)
     begun = time.perf_counter()
-    metadata = _open(reader, coordinator, place)
-    opened = time.perf_counter()
     with contextlib.ExitStack() as paused:
-        # Plans are many objects without cycles, and are gone again before the collector looks.
+        # Names and plans are many objects without cycles, gone again before the collector looks.
         paused.enter_context(paused_collector())
+        metadata = _open(reader, coordinator, place)
+        opened = time.perf_counter()
 
         def ready(plan: LoadPlan) -> None:
             nbytes = _wanted_bytes(plan)

@@ -38,7 +38,7 @@ DESTROYED = (
 )
 
 CONNECT_S = 60.0
-"""How long a connection to the store may take: names are looked up on the way."""
+"""How long a connection may take, to the store or between ranks: names are looked up on the way."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has made a coordinator for the same ranks: part of its keys, so that none
@@ -281,7 +281,11 @@ class _GlooBulk:
         self._rank = rank
         self._world = world_size
         self._group: Any = dist.ProcessGroupGloo(
-            store, rank, world_size, timedelta(seconds=max(timeout_s, 1.0))
+            # Heartbeats find who is gone or stuck; this is for a network that loses bytes.
+            store,
+            rank,
+            world_size,
+            timedelta(seconds=max(timeout_s, CONNECT_S)),
         )
         self._tags = itertools.count()
 

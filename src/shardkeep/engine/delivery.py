@@ -28,6 +28,9 @@ from shardkeep.memory import Addresses, address_of
 
 __all__ = ["Delivery"]
 
+FEW = 8
+"""Regions that are looked at one by one."""
+
 
 class Delivery:
     """Copies regions into their sinks; from any thread."""
@@ -97,6 +100,10 @@ class Delivery:
 
     def put_many(self, rows: Column, data: Bytes, base: int) -> None:
         """Copy the part that each of these regions has in `data`; many of them, and small."""
+        if len(rows) <= FEW:
+            rows = self._move_few(rows, data, base)
+            if not len(rows):
+                return
         stop = base + len(data)
         low, high = self._low[rows], self._high[rows]
         begin, end = np.maximum(low, base), np.minimum(high, stop)
@@ -106,7 +113,7 @@ class Delivery:
             nbytes = (end - begin)[moved]
             there = to[moved] + (begin - low)[moved].astype(np.uint64)
             here = (begin - base)[moved].astype(np.uint64) + np.uint64(address_of(data))
-            move_all(there, here, nbytes)
+            move_all(there.tolist(), here.tolist(), nbytes.tolist())
             rows, low, begin, end = (column[~moved] for column in (rows, low, begin, end))
         quick = self._flat[rows] & (begin < end)
         numbers = self._regions.sink[rows].tolist()
@@ -140,6 +147,30 @@ class Delivery:
             for run in _near(together):
                 for part in self._staging.begin_scatter(data, run):
                     self.put(part.row, data, base, base + part.begin, base + part.end)
+
+    def _move_few(self, rows: Column, data: Bytes, base: int) -> Column:
+        """Copy those that go to host memory as they are; gives back the others.
+
+        At the seams of large regions there are two of them: arithmetic on columns would cost more.
+        """
+        stop, source = base + len(data), address_of(data)
+        there: list[int] = []
+        here: list[int] = []
+        nbytes: list[int] = []
+        left = []
+        for row in rows.tolist():
+            to = int(self._to[row])
+            if not to:
+                left.append(row)
+                continue
+            low = int(self._low[row])
+            begin, end = max(low, base), min(int(self._high[row]), stop)
+            if begin < end:
+                there.append(to + begin - low)
+                here.append(source + begin - base)
+                nbytes.append(end - begin)
+        move_all(there, here, nbytes)
+        return np.array(left, np.int64)
 
 
 def _addresses(regions: Regions, spans: Spans, places: HostPlaces | None) -> Addresses:

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-
-from shardkeep.columns import Ints
-from shardkeep.memory import Addresses
+from collections.abc import Sequence
 
 __all__ = ["move_all"]
 
@@ -18,7 +16,7 @@ _move_large = ctypes.CFUNCTYPE(*_SIGNATURE)(_MEMMOVE)
 LARGE = 64 << 10
 
 
-def move_all(to: Addresses, source: Addresses, nbytes: Ints) -> None:
+def move_all(to: Sequence[int], source: Sequence[int], nbytes: Sequence[int]) -> None:
     """Copy stretches of memory, which the caller holds and has checked the bounds of."""
-    for there, here, count in zip(to.tolist(), source.tolist(), nbytes.tolist(), strict=True):
+    for there, here, count in zip(to, source, nbytes, strict=True):
         (_move if count <= LARGE else _move_large)(there, here, count)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from shardkeep.engine.turns import short_turns
+
 __all__ = ["Behind", "Crew", "run_in_order"]
 
 T = TypeVar("T")
@@ -54,19 +56,20 @@ def run_in_order(
         ended.put(error)
 
     started: list[threading.Thread] = []
-    try:
-        for number in range(threads):
-            thread = threading.Thread(target=worker, name=f"shardkeep-io-{number}", daemon=True)
-            started.append(thread)
-            thread.start()
-        first = _wait(started, ended)
-    except BaseException as interrupt:
-        first = interrupt
-    stopped.set()
-    if first is not None:
-        on_stop()
-        _leave(started)
-        raise first
+    with short_turns():
+        try:
+            for number in range(threads):
+                thread = threading.Thread(target=worker, name=f"shardkeep-io-{number}", daemon=True)
+                started.append(thread)
+                thread.start()
+            first = _wait(started, ended)
+        except BaseException as interrupt:
+            first = interrupt
+        stopped.set()
+        if first is not None:
+            on_stop()
+            _leave(started)
+            raise first
 
 
 def _leave(started: list[threading.Thread]) -> None:

@@ -30,7 +30,7 @@ from shardkeep.stores.page_cache import is_cached
 
 __all__ = ["READ_STATS", "Reading"]
 
-PIECE = 256 << 10
+PIECE = 512 << 10
 """Bytes that stay in a core's cache between the steps that touch them."""
 LARGE_PIECE = 2 << 20
 """Bytes read at once into a buffer, from which they are copied on: fewer calls, more threads."""

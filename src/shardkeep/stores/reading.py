@@ -55,7 +55,7 @@ class ReadFile:
             if self.fd < 0:
                 raise StorageError(f"{self.path} was closed; open the checkpoint again")
             try:
-                got = _read_some(self.fd, out[done:], offset + done)
+                got = _read_some(self.fd, out[done:] if done else out, offset + done)
             except InterruptedError:
                 continue
             if got == 0:
