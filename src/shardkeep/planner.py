@@ -289,6 +289,10 @@ class SavePlanner(ABC):
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """The elements of a box, or the encoded value. May be called from any thread."""
 
+    def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
+        """The elements of some chunks of the plan; asks `resolve_data` for each."""
+        return [self.resolve_data(items[row]) for row in rows.tolist()]  # type: ignore[misc]
+
 
 class LoadPlanner(ABC):
     """Decides what each rank reads and where it goes."""

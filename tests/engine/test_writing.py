@@ -21,7 +21,8 @@ from shardkeep.arrays import HostSource
 from shardkeep.engine import digests, writing
 from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import PAGE_DIGESTS, ContentDigests, DigestLayout, algorithm
-from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
+from shardkeep.engine.filling import Chunks
+from shardkeep.engine.writing import Payload, WriteStats, write_file
 from shardkeep.stores import direct, local
 from shardkeep.stores.local import LocalStore
 

@@ -9,7 +9,6 @@ is handed from one to the other.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,15 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from shardkeep.arrays import (
-    SMALL_STAGED,
-    Bytes,
-    HostSource,
-    Source,
-    StagedSource,
-    Staging,
-)
-from shardkeep.columns import Ints
+from shardkeep.arrays import Bytes
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import (
     FILE_ALIGNMENT,
@@ -33,29 +24,14 @@ from shardkeep.engine.digests import (
     ContentDigests,
     DigestLayout,
 )
+from shardkeep.engine.filling import SMALL, Chunks, Filler
 from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.stores.local import WriteFile
 
-__all__ = ["Chunks", "Payload", "WriteStats", "write_file"]
+__all__ = ["Payload", "WriteStats", "write_file"]
 
 STRIP = 4
 """Units that one thread writes in a row, in a large file."""
-SMALL = 32 << 10
-"""Chunks up to this size are copied many at a time: below it, a copy costs less than its call."""
-
-
-@dataclass(frozen=True, eq=False)
-class Chunks:
-    """The chunks of a file, in the order they lie there."""
-
-    start: Ints
-    """First byte of each in the file; ascending."""
-    nbytes: Ints
-    """Bytes of each; none is empty."""
-    itemsize: Ints
-    """Bytes of an element of each."""
-    sources: Callable[[int, int], Sequence[Source]]
-    """Gives the elements of chunks [low, high), when they are needed, on any thread."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +158,7 @@ class _FileWriter:
         self._progress = progress
         self._level1 = bytearray(layout.level1)
         self._late: Bytes | None = None
-        self._held: tuple[int, Source] | None = None
+        self._filler = Filler(payload.chunks, pool.staging)
         # Direct I/O moves whole pages; the bytes after the last of them go with the digests.
         self._last_page = layout.payload // FILE_ALIGNMENT * FILE_ALIGNMENT
         self._rest = b""
@@ -287,16 +263,11 @@ class _FileWriter:
 
     def _fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
         """Copy everything that lies in [low, high) to its place; says which chunks that are."""
-        head, chunks, late = self._payload.head, self._payload.chunks, self._payload.late_start
+        head, late = self._payload.head, self._payload.late_start
         if low < len(head):
             part = np.frombuffer(head, np.uint8)[low:high]
             np.copyto(data[: len(part)], part)
-        first = int(chunks.start.searchsorted(low, "right"))
-        if first and chunks.start[first - 1] + chunks.nbytes[first - 1] > low:
-            first -= 1
-        last = int(chunks.start.searchsorted(high, "left"))
-        if first < last:
-            self._fill_chunks(first, last, low, data)
+        first, last = self._filler.fill(low, high, data)
         if high > late:
             if self._pool.staging is not None:
                 self._pool.staging.fence()()  # what is digested here must have arrived
@@ -309,39 +280,6 @@ class _FileWriter:
             np.copyto(data[begin - low :], self._late[begin - late : high - late])
             first = last
         return first, last
-
-    def _fill_chunks(self, first: int, last: int, low: int, data: Bytes) -> None:
-        chunks = self._payload.chunks
-        if last == first + 1:
-            self._fill_part(first, self._source(first), low, data)
-            return
-        start = (chunks.start[first:last] - low).tolist()
-        nbytes = chunks.nbytes[first:last].tolist()
-        batch = _Batch(data, self._pool.staging)
-        for at, length, source, row in zip(
-            start, nbytes, chunks.sources(first, last), range(first, last), strict=True
-        ):
-            whole = at >= 0 and at + length <= len(data)
-            if not (whole and batch.add(source, at, length)):
-                self._fill_part(row, source, low, data)
-        batch.copy()
-
-    def _source(self, row: int) -> Source:
-        """The elements of a chunk; those of a large one are wanted again and again."""
-        held = self._held
-        if held is None or held[0] != row:
-            (source,) = self._payload.chunks.sources(row, row + 1)
-            held = self._held = (row, source)
-        return held[1]
-
-    def _fill_part(self, row: int, source: Source, low: int, data: Bytes) -> None:
-        """Copy what lies in the unit of one chunk."""
-        chunks = self._payload.chunks
-        at, item = int(chunks.start[row]) - low, int(chunks.itemsize[row])
-        begin, end = max(at, 0), min(at + int(chunks.nbytes[row]), len(data))
-        staged = self._pool.staging is not None and isinstance(source, StagedSource)
-        read = source.begin_read if staged else source.read_into  # type: ignore[attr-defined]
-        read((begin - at) // item, (end - at) // item, data[begin:end])
 
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size
@@ -384,59 +322,3 @@ class _FileWriter:
 def _units(low: int, high: int, unit: int) -> Iterator[tuple[int, int]]:
     for at in range(low, high, unit):
         yield at, min(at + unit, high)
-
-
-_LITTLE = sys.byteorder == "little"
-
-
-def _plain_memory(source: Source, nbytes: int) -> object | None:
-    """The source's own memory, where it is exactly the bytes to be stored; else None."""
-    if type(source) is HostSource:
-        array = source.array
-        if array.flags.c_contiguous and array.nbytes == nbytes and array.dtype.isnative and _LITTLE:
-            return array
-    return None
-
-
-class _Batch:
-    """Small chunks that lie end to end, copied all at once: from host memory, or by a device."""
-
-    def __init__(self, data: Bytes, staging: Staging | None) -> None:
-        self._data = data
-        self._staging = staging
-        self._plain: list[object] = []
-        self._staged: list[StagedSource] = []
-        self._begin = self._end = 0
-
-    def add(self, source: Source, at: int, nbytes: int) -> bool:
-        """Take a chunk that goes to this place; False if it must be copied by itself."""
-        plain = _plain_memory(source, nbytes) if nbytes <= SMALL else None
-        staged = (
-            plain is None
-            and self._staging is not None
-            and nbytes <= SMALL_STAGED
-            and isinstance(source, StagedSource)
-        )
-        if self._end != at or (self._staged if plain is not None else self._plain):
-            self.copy()
-        if plain is not None:
-            self._plain.append(plain)
-        elif staged:
-            self._staged.append(source)  # type: ignore[arg-type]
-        else:
-            return False
-        if len(self._plain) + len(self._staged) == 1:
-            self._begin = at
-        self._end = at + nbytes
-        return True
-
-    def copy(self) -> None:
-        """Copy what was added, or begin to."""
-        place = self._data[self._begin : self._end]
-        if self._plain:
-            np.copyto(place, np.frombuffer(b"".join(self._plain), np.uint8))  # type: ignore[arg-type]
-            self._plain.clear()
-        if self._staged:
-            assert self._staging is not None
-            self._staging.begin_gather(self._staged, place)
-            self._staged = []

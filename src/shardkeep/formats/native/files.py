@@ -15,11 +15,11 @@ import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
-from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
+from shardkeep.engine.filling import Chunks
 from shardkeep.engine.parallel import Behind, run_in_order
-from shardkeep.engine.writing import Chunks, Payload, WriteStats, write_file
+from shardkeep.engine.writing import Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
 from shardkeep.formats.native.layout import FilePlan
@@ -202,7 +202,6 @@ class RankChunks:
         self._items = items
         self._planner = planner
         self._rows = disk_order
-        self._source = items.chunks.source[disk_order]
         self.tensor = items.chunks.tensor[disk_order]
         self.boxes = items.chunks.boxes.take(disk_order)
         self.start = start[disk_order]
@@ -212,27 +211,16 @@ class RankChunks:
 
     def part(self, low: int, high: int) -> Chunks:
         """The chunks [low, high), which lie in one file, for the engine."""
-        # A planner derived from the default one may resolve items in its own way.
-        default = (
-            isinstance(self._planner, DefaultSavePlanner)
-            and type(self._planner).resolve_data is DefaultSavePlanner.resolve_data
-        )
-        sources = self._default_sources if default else self._sources
         rows = slice(low, high)
         return Chunks(
             self.start[rows],
             self.nbytes[rows],
             self.itemsize[rows],
-            lambda first, last: sources(low + first, low + last),
+            lambda first, last: self._sources(low + first, low + last),
         )
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
-        rows = self._rows[low:high].tolist()
-        return [self._planner.resolve_data(self._items[row]) for row in rows]  # type: ignore[misc]
-
-    def _default_sources(self, low: int, high: int) -> Sequence[Source]:
-        assert isinstance(self._planner, DefaultSavePlanner)
-        return self._planner.sources_of(self._source[low:high], self.boxes.part(low, high))
+        return self._planner.sources(self._items, self._rows[low:high])
 
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""
