@@ -150,7 +150,7 @@ def test_small_ones_travel_together(tmp_path, device, monkeypatch, refuses, cast
     device.refuses = refuses
     monkeypatch.setattr("shardkeep.arrays.SMALL_STAGED", 4096)
     monkeypatch.setattr("shardkeep.engine.delivery.SMALL_STAGED", 4096)
-    monkeypatch.setattr("shardkeep.engine.writing.SMALL_STAGED", 4096)
+    monkeypatch.setattr("shardkeep.engine.filling.SMALL_STAGED", 4096)
     rng = np.random.default_rng(1)
     state = {}
     for number in range(400):
