@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checkpoint": ("Checkpoint", "SubView", "TensorView"),
-    "checkpointer": ("Checkpointer", "gc", "load", "open", "save", "verify"),
+    "checkpointer": ("Checkpointer", "async_save", "gc", "load", "open", "save", "verify"),
     "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
     "default_load_planner": ("DefaultLoadPlanner",),
     "default_planner": ("DefaultSavePlanner",),
@@ -37,6 +37,7 @@ _HOMES = {
     "formats.native.verifying": ("Problem", "VerifyReport"),
     "formats.native.writer": ("NativeWriter",),
     "groups": ("flush",),
+    "handles": ("SaveHandle",),
     "loading": ("LoadResult",),
     "metadata": (
         "BytesStorageMetadata",
@@ -71,6 +72,9 @@ _HOMES = {
     "storage": ("StorageReader", "StorageWriter", "WriteResult"),
     "tree": ("PerRank", "Stateful"),
 }
+
+_PACKAGES = ("torch",)
+"""Parts of the package that need something installed: `shardkeep.torch.guard`."""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -107,6 +111,7 @@ __all__ = [
     "RankError",
     "ReadItem",
     "Replicate",
+    "SaveHandle",
     "SavePlan",
     "SavePlanner",
     "SaveResult",
@@ -132,6 +137,7 @@ __all__ = [
     "WriteItem",
     "WriteResult",
     "__version__",
+    "async_save",
     "flush",
     "gc",
     "load",
@@ -143,6 +149,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import the module a public name lives in, the first time it is asked for."""
+    if name in _PACKAGES:
+        return importlib.import_module(f"shardkeep.{name}")
     module = _HOME.get(name)
     if module is None:
         raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
@@ -158,7 +166,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
-    from shardkeep.checkpointer import Checkpointer, gc, load, open, save, verify
+    from shardkeep.checkpointer import Checkpointer, async_save, gc, load, open, save, verify
     from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
     from shardkeep.default_load_planner import DefaultLoadPlanner
     from shardkeep.default_planner import DefaultSavePlanner
@@ -181,6 +189,7 @@ if TYPE_CHECKING:
     from shardkeep.formats.native.verifying import Problem, VerifyReport
     from shardkeep.formats.native.writer import NativeWriter
     from shardkeep.groups import flush
+    from shardkeep.handles import SaveHandle
     from shardkeep.loading import LoadResult
     from shardkeep.metadata import (
         BytesStorageMetadata,

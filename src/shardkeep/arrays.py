@@ -41,6 +41,7 @@ __all__ = [
     "StagedSource",
     "Staging",
     "TargetsApart",
+    "Unstepped",
     "adapter_of",
     "ask_each",
     "region",
@@ -72,6 +73,21 @@ class Staging(Protocol):
 
     def fence(self) -> Callable[[], None]:
         """A wait, to be called on any thread, for the copies that this thread has begun so far."""
+
+    def arrival(self) -> Callable[[], bool]:
+        """Says whether all that this thread has begun so far is there.
+
+        Asks the device nothing, so that it can be called at any time on any thread.
+        """
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Make memory known to the device until what is returned is called."""
+
+    def be_quiet(self) -> None:
+        """What this thread asks of the device must not disturb what other threads ask of it."""
+
+    def duplicate(self, sources: Sequence[StagedSource]) -> Sequence[StagedSource] | None:
+        """The same elements, elsewhere on the device: done on return. None if there is no room."""
 
 
 class HostPlaces(NamedTuple):
@@ -357,6 +373,18 @@ class NotComposite:
         raise TypeError(f"a {type(value).__qualname__} has no parts")
 
 
+class Unstepped:
+    """For adapters whose arrays no optimizer is known to own."""
+
+    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
+        """None is."""
+        return [False] * len(values)
+
+    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """Nobody counts."""
+        return [None] * len(values)
+
+
 class TargetsApart:
     """For adapters whose targets are asked for one by one."""
 
@@ -425,11 +453,18 @@ class ArrayAdapter(Protocol):
     def sink(self, value: Any, dtype: DType) -> Sink:
         """All memory of such a value. May be called from any thread."""
 
-    def settle(self, values: Iterable[Any]) -> Staging | None:
+    def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """Wait until nothing computes with these arrays any more, on whatever device.
 
-        Returns how their elements are best copied; None where they are in host memory.
+        Without `wait`, only copies that this thread begins come after it. Returns how their
+        elements are best copied; None where they are in host memory.
         """
+
+    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
+        """For each value, whether only an optimizer's step changes it, as far as is known."""
+
+    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """A number for each value that grows when it is changed in place; None: nobody counts."""
 
     def is_composite(self, kind: type) -> bool:
         """Whether arrays of this type are stored as the arrays they are made of."""
@@ -521,13 +556,15 @@ def ask_each(
     return out
 
 
-def settle_all(adapters: Sequence[ArrayAdapter | None], values: Sequence[object]) -> Staging | None:
+def settle_all(
+    adapters: Sequence[ArrayAdapter | None], values: Sequence[object], wait: bool = True
+) -> Staging | None:
     """`settle` for the arrays of a state, each by its adapter."""
     found = None
     for adapter in {id(one): one for one in adapters if one is not None}.values():
         # Made as they are asked for: mostly there is no device, and nobody asks.
         mine = (value for one, value in zip(adapters, values, strict=True) if one is adapter)
-        answer = adapter.settle(mine)
+        answer = adapter.settle(mine, wait)
         found = answer if found is None else found
     return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public calls: `save`, `load`, `open`, `verify`, `gc`, and the `Checkpointer` behind them.
+"""The public calls: `save`, `async_save`, `load`, `open`, `verify`, `gc`, and the `Checkpointer`.
 
 What outlives a call lives on a `Checkpointer`; the module functions make one for each call or take
 the caller's group.
@@ -13,22 +13,25 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind
 from shardkeep.checkpoint import Checkpoint
+from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
 from shardkeep.engine.budget import checked_budget
-from shardkeep.errors import StorageError, UnsupportedValueError
+from shardkeep.errors import PlanError, StorageError, UnsupportedValueError
 from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.groups import coordinator_for
+from shardkeep.handles import SaveHandle
 from shardkeep.loading import LoadResult, run_load
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlanner, SavePlanner
 from shardkeep.progress import Progress, tracked
-from shardkeep.saving import SaveResult, run_save
+from shardkeep.saving import SaveResult, Saving, run_save
 from shardkeep.storage import (
     CheckpointId,
     ReadOnce,
@@ -39,7 +42,7 @@ from shardkeep.storage import (
 )
 from shardkeep.stores.local import LocalStore
 
-__all__ = ["Checkpointer", "gc", "load", "open", "save", "verify"]
+__all__ = ["Checkpointer", "async_save", "gc", "load", "open", "save", "verify"]
 
 
 class Checkpointer:
@@ -50,13 +53,22 @@ class Checkpointer:
         *,
         process_group: object = None,
         no_dist: bool = False,
+        writer: WriterKind = "thread",
         memory_budget: int | None = None,
         timeout_s: float | None = None,
     ) -> None:
-        """`memory_budget` bounds the payload buffers of this process; at least 8 MiB."""
+        """`memory_budget` bounds the payload buffers of this process; at least 8 MiB.
+
+        `writer` says who writes what `async_save` has staged: a thread of this process, or a
+        process that has nothing to do with the program but the memory it writes from.
+        """
+        if writer not in ("thread", "process"):
+            raise ValueError(f"writer is {writer!r}; use 'thread' or 'process'")
         checked_budget(memory_budget)
         self._coordinator = coordinator_for(process_group, no_dist, timeout_s)
         self._memory_budget = memory_budget
+        self._writer: WriterKind = writer
+        self._background: Background | None = None
 
     def save(
         self,
@@ -74,7 +86,9 @@ class Checkpointer:
         """Save a nested state; see `shardkeep.save`."""
         # What is refused on this rank alone, before the first step, reaches the others too.
         with self._coordinator.call("save"):
-            return self._save(
+            self._raise_unseen()
+            with self._begun(
+                self._coordinator,
                 state_dict,
                 checkpoint_id,
                 storage_writer,
@@ -84,10 +98,95 @@ class Checkpointer:
                 check_replicas,
                 memory_budget,
                 progress,
-            )
+            ) as saving:
+                return run_save(saving, self._coordinator)
 
-    def _save(
+    def async_save(
         self,
+        state_dict: object,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        storage_writer: StorageWriter | None = None,
+        planner: SavePlanner | None = None,
+        overwrite: bool = False,
+        allow_pickle: bool = False,
+        check_replicas: CheckReplicas = "sample",
+        snapshot: SnapshotKind = "eager",
+        on_overlap: OnOverlap = "wait",
+        memory_budget: int | None = None,
+        progress: Progress = None,
+    ) -> SaveHandle:
+        """Save a nested state in the background; see `shardkeep.async_save`."""
+        if snapshot not in ("eager", "lazy"):
+            raise ValueError(f"snapshot is {snapshot!r}; use 'eager' or 'lazy'")
+        if on_overlap not in ("wait", "skip", "error"):
+            raise ValueError(f"on_overlap is {on_overlap!r}; use 'wait', 'skip' or 'error'")
+        background = self._behind()
+        if self._overlaps(background, on_overlap):
+            handle = SaveHandle("" if checkpoint_id is None else os.fspath(checkpoint_id))
+            handle.skipped = True
+            handle.end(None)
+            return handle
+        background.wait()
+        coordinator = background.coordinator
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(coordinator.call("async_save"))
+            self._raise_unseen()
+            saving = inside.enter_context(
+                self._begun(
+                    coordinator,
+                    state_dict,
+                    checkpoint_id,
+                    storage_writer,
+                    planner,
+                    overwrite,
+                    allow_pickle,
+                    check_replicas,
+                    memory_budget,
+                    progress,
+                )
+            )
+            return background.start(saving, inside.pop_all(), snapshot)
+
+    def prewarm(self, state_dict: object, *, planner: SavePlanner | None = None) -> None:
+        """Take now what the first `async_save` of such a state would have to wait for: memory of
+        its size, known to the device, and the plan. Collective; nothing is written.
+        """
+        background = self._behind()
+        background.wait()
+        coordinator = background.coordinator
+        with coordinator.call("prewarm"):
+            background.prewarm(state_dict, planner or DefaultSavePlanner(), NativeWriter("prewarm"))
+
+    def _behind(self) -> Background:
+        if self._background is None:
+            self._background = Background(self._coordinator.twin(), self._writer)
+        return self._background
+
+    def _raise_unseen(self) -> None:
+        if self._background is not None:
+            self._background.raise_unseen()
+
+    def _overlaps(self, background: Background, on_overlap: OnOverlap) -> bool:
+        """Whether a save is running that this one does not wait for; the same on all ranks."""
+        if on_overlap == "wait":
+            return False
+        answer = self._coordinator.gather_scatter(
+            "look for another save",
+            lambda: on_overlap.encode() + (b"!" if background.is_busy else b"."),
+            _decide_overlap,
+        )
+        if answer == b"error":
+            raise PlanError(
+                f"the save of {background.where} is still running on some rank; wait for it, or "
+                "pass on_overlap='wait' or 'skip'"
+            )
+        return answer == b"skip"
+
+    @contextlib.contextmanager
+    def _begun(
+        self,
+        coordinator: Coordinator,
         state_dict: object,
         checkpoint_id: CheckpointId | None,
         storage_writer: StorageWriter | None,
@@ -97,7 +196,8 @@ class Checkpointer:
         check_replicas: CheckReplicas,
         memory_budget: int | None,
         progress: Progress,
-    ) -> SaveResult:
+    ) -> Iterator[Saving]:
+        """A save with all that it needs, while it lasts."""
         _refuse_torch(planner, SavePlanner, "planner")
         _refuse_torch(storage_writer, StorageWriter, "storage_writer")
         _refuse_scalar(state_dict)
@@ -124,14 +224,14 @@ class Checkpointer:
         }
         with (
             tracked(progress, "saving") as counter,
-            self._lent(writer, counter, budget, overwrite=overwrite),
+            self._lent(coordinator, writer, counter, budget, overwrite=overwrite),
         ):
-            return run_save(
+            yield Saving(
                 state_dict,
                 checkpoint_id=where,
                 writer=writer,
                 planner=planner,
-                coordinator=self._coordinator,
+                coordinator=coordinator,
                 options=options,
                 read_metadata=_metadata_of(where),
                 planned=counter.expect,
@@ -217,7 +317,7 @@ class Checkpointer:
         pinned = {key: options[key] for key in ("verify", "expect_digest")}
         with (
             tracked(progress, "loading") as counter,
-            self._lent(reader, counter, budget, **pinned),
+            self._lent(self._coordinator, reader, counter, budget, **pinned),
         ):
             return run_load(
                 state_dict,
@@ -231,7 +331,12 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _lent(
-        self, storage: object, counter: Callable[[int], None], budget: int | None, **settings: Any
+        self,
+        coordinator: Coordinator,
+        storage: object,
+        counter: Callable[[int], None],
+        budget: int | None,
+        **settings: Any,
     ) -> Iterator[None]:
         """Give our own storage the settings of this call; a caller's object gets its own back."""
         if not isinstance(storage, (NativeWriter, NativeReader)):
@@ -241,7 +346,7 @@ class Checkpointer:
 
         def count(nbytes: int) -> None:
             # To the user, and to the ranks that wait for this one.
-            self._coordinator.advance(nbytes)
+            coordinator.advance(nbytes)
             counter(nbytes)
             if shown is not None:
                 shown(nbytes)
@@ -258,10 +363,15 @@ class Checkpointer:
                 setattr(storage, key, value)
 
     def close(self) -> None:
-        """Let go of everything that outlives a call.
+        """Wait for the save in the background, and let go of everything that outlives a call.
 
-        Groups of processes are shared by all that use them; `shardkeep.flush` lets go of those.
+        An error of that save which nobody has looked at is raised. Groups of processes are shared
+        by all that use them; `shardkeep.flush` lets go of those.
         """
+        background, self._background = self._background, None
+        if background is not None:
+            background.close()
+            background.raise_unseen()
 
     def __enter__(self) -> Self:
         """Usable in `with`."""
@@ -273,8 +383,12 @@ class Checkpointer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; an error that is on its way goes before that of a save in the background."""
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(Exception):
+            self.close()
 
 
 def save(
@@ -309,6 +423,59 @@ def save(
             memory_budget=memory_budget,
             progress=progress,
         )
+
+
+def async_save(
+    state_dict: object,
+    checkpoint_id: CheckpointId | None = None,
+    *,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: object = None,
+    no_dist: bool = False,
+    overwrite: bool = False,
+    allow_pickle: bool = False,
+    check_replicas: CheckReplicas = "sample",
+    snapshot: SnapshotKind = "eager",
+    on_overlap: OnOverlap = "wait",
+    writer: WriterKind = "thread",
+    memory_budget: int | None = None,
+    timeout_s: float | None = None,
+    progress: Progress = None,
+) -> SaveHandle:
+    """Save in the background; collective over `process_group`, until it returns.
+
+    Returns once the state may change: with `snapshot="eager"` all of it has been copied; with
+    `"lazy"` parameters and optimizer state have not, and `shardkeep.torch.guard` must keep the
+    optimizer from changing them before that. The handle's `result()` is that of `save`.
+
+    One save runs at a time: with `on_overlap="wait"` this waits for the one before; with `"skip"`
+    it returns a handle with `skipped` set; with `"error"` it raises. A save that failed without
+    anybody looking at its handle is raised by the next one.
+    """
+    keeper = _default_keeper(coordinator_for(process_group, no_dist, timeout_s), writer)
+    return keeper.async_save(
+        state_dict,
+        checkpoint_id,
+        storage_writer=storage_writer,
+        planner=planner,
+        overwrite=overwrite,
+        allow_pickle=allow_pickle,
+        check_replicas=check_replicas,
+        snapshot=snapshot,
+        on_overlap=on_overlap,
+        memory_budget=memory_budget,
+        progress=progress,
+    )
+
+
+def _default_keeper(coordinator: Coordinator, writer: WriterKind) -> Checkpointer:
+    """The one that module functions share; it is closed with the group."""
+    keeper: Checkpointer | None = coordinator.memory.get(f"keeper/{writer}")
+    if keeper is None:
+        keeper = Checkpointer(process_group=coordinator, writer=writer)
+        coordinator.memory[f"keeper/{writer}"] = keeper
+    return keeper
 
 
 def load(
@@ -426,6 +593,14 @@ def _metadata_of(where: str) -> Callable[[str], Metadata]:
         return metadata
 
     return read
+
+
+def _decide_overlap(told: list[bytes]) -> list[bytes]:
+    """On the coordinator: what becomes of a save, given who is busy."""
+    if len({word[:-1] for word in told}) != 1:
+        raise PlanError("ranks were asked for saves with different on_overlap")
+    busy = any(word.endswith(b"!") for word in told)
+    return [told[0][:-1] if busy else b""] * len(told)
 
 
 def _version() -> str:

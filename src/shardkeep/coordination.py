@@ -83,6 +83,12 @@ class Coordinator(Protocol):
     def memory(self) -> MutableMapping[str, Any]:
         """What drivers remember from one call to the next, as long as the group is used."""
 
+    def twin(self) -> Coordinator:
+        """Another one of the same ranks, for calls beside the calls of this one.
+
+        Made by all ranks in the same order. Remembers what this one does.
+        """
+
     def close(self) -> None:
         """Let go of what outlives a call."""
 
@@ -129,6 +135,12 @@ class SingleProcess:
 
     def may_commit(self) -> None:
         """Always."""
+
+    def twin(self) -> SingleProcess:
+        """Nothing travels there either."""
+        other = SingleProcess()
+        other.memory = self.memory
+        return other
 
     def close(self) -> None:
         """Nothing is held."""
@@ -196,6 +208,7 @@ class Ranks:
         self._call: _Call | None = None
         self._old_keys: list[str] = []
         self._helper = Helper()
+        self._twins = itertools.count()
         self.memory: dict[str, Any] = {}
 
     # --- the call
@@ -480,6 +493,20 @@ class Ranks:
             with contextlib.suppress(Exception):
                 bulk.close()
 
+    def twin(self) -> Ranks:
+        """Over the same planes, under names of its own."""
+        name = f"twin{next(self._twins)}"
+        other = Ranks(
+            self.rank,
+            self.world_size,
+            _Prefixed(self._control, f"{name}/"),
+            lambda bulk: self._connect(f"{name}-{bulk}"),
+            self.timeout_s,
+            self.patience,
+        )
+        other.memory = self.memory
+        return other
+
     def close(self) -> None:
         """End the bulk plane, and take this rank's keys out of the control plane."""
         self._drop_bulk()
@@ -487,6 +514,38 @@ class Ranks:
             self._control.forget([beat_key(self.rank), *self._old_keys])
         self._old_keys = []
         self._control.close()
+
+
+class _Prefixed:
+    """A part of a control plane, which belongs to somebody else."""
+
+    def __init__(self, control: Control, prefix: str) -> None:
+        self._control = control
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        self._control.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        return self._control.get(self._prefix + key, timeout_s)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        return self._control.get_many([self._prefix + key for key in keys])
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        return self._control.claim(self._prefix + key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._control.add(self._prefix + key, amount)
+
+    def count(self, key: str, enough: int, timeout_s: float) -> int:
+        return self._control.count(self._prefix + key, enough, timeout_s)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._control.forget([self._prefix + key for key in keys])
+
+    def close(self) -> None:
+        """The plane stays."""
 
 
 def _same_for_all(parts: Sequence[bytes]) -> bytes | None:

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from shardkeep import tree, values
@@ -46,6 +47,8 @@ class DefaultSavePlanner(SavePlanner):
             raise ValueError(f"check_replicas is {check_replicas!r}; use 'sample', 'full' or 'off'")
         self.check_replicas = check_replicas
         self.allow_pickle = allow_pickle
+        self.waits = True
+        """Whether to wait for devices before planning; else what this thread copies comes after."""
         self._pickled = False
         self.renamed: list[dict[int, str]] = []
         """On the coordinator after the global plan: names that changed, by rank and leaf."""
@@ -113,9 +116,9 @@ class DefaultSavePlanner(SavePlanner):
         self._holding.take_trace(state_dict)
 
     def settle(self) -> None:
-        """Wait until nothing computes with the arrays of this state any more."""
+        """Wait until nothing computes with the arrays of this state any more, or copy behind it."""
         flat = self._holding.flat
-        self.staging = settle_all(flat.adapters, flat.values)
+        self.staging = settle_all(flat.adapters, flat.values, self.waits)
 
     def encode_values(self) -> None:
         """Encode the plain values of this rank."""
@@ -178,6 +181,27 @@ class DefaultSavePlanner(SavePlanner):
         if type(self).resolve_data is not DefaultSavePlanner.resolve_data:
             return super().sources(items, rows)  # a derived planner may have a way of its own
         return self._holding.sources(items.chunks.source[rows], items.chunks.boxes.take(rows))
+
+    def deferrable(
+        self, items: WriteItems, rows: Ints
+    ) -> tuple[npt.NDArray[np.bool_], Callable[[], list[str]]]:
+        """Which chunks only an optimizer's step changes, and what names those that were changed
+        since."""
+        holding = self._holding
+        which = holding.stepped(items.chunks.source[rows])
+        names = {items.tensors.names[row] for row in items.chunks.tensor[rows[which]].tolist()}
+        before = holding.versions()
+
+        def changed() -> list[str]:
+            after = holding.versions()
+            return sorted(name for name in names if after.get(name) != before.get(name))
+
+        return which, changed
+
+    def release(self) -> None:
+        """Let go of the state; its elements are somewhere else."""
+        self._holding = Holding.of(tree.flatten({}))
+        self._values = []
 
     def digests(self, pieces: Sequence[int], values: Sequence[int]) -> list[bytes]:
         """What undeclared replicas are compared by: first of these pieces, then of these values."""

@@ -48,6 +48,10 @@ class _Groups:
                 self._open.remove(entry)
                 ranks.close()
 
+    def memories(self) -> list[dict[str, Any]]:
+        """What is remembered for each."""
+        return [ranks.memory for _, ranks in self._open]
+
     def close_all(self) -> bool:
         """Whether any was open."""
         closing, self._open = self._open, []
@@ -62,13 +66,18 @@ _alone = SingleProcess()
 
 
 def flush() -> None:
-    """Let go of the groups of processes that saves and loads have used; on every rank.
+    """Wait for saves in the background, and let go of the groups of processes; on every rank.
 
     To be called before `torch.distributed.destroy_process_group()`. The next save or load makes
     what it needs anew.
     """
-    _groups.close_all()
-    _alone.memory.clear()
+    with contextlib.ExitStack() as errors:  # all is let go of, whatever one says
+        errors.callback(_groups.close_all)
+        for memory in (_alone.memory, *_groups.memories()):
+            for kept in list(memory.values()):
+                if hasattr(kept, "close"):
+                    errors.callback(kept.close)
+            errors.callback(memory.clear)
 
 
 def coordinator_for(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from shardkeep.arrays import ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
@@ -275,6 +276,17 @@ class Holding:
             source = self._sources(row)[which]
             out.append(source if every else _part(source, held[at], boxes[at]))
         return out
+
+    def stepped(self, numbers: Ints) -> npt.NDArray[np.bool_]:
+        """For each piece, whether only an optimizer's step changes its tensor."""
+        found = self._by_adapter(lambda adapter, arrays: adapter.stepped(arrays))
+        return np.array(found, np.bool_)[self.look.tensor[numbers]]
+
+    def versions(self) -> dict[str, int | None]:
+        """For each tensor by name, a number that grows when it is changed in place."""
+        found = self._by_adapter(lambda adapter, arrays: adapter.versions(arrays))
+        names = self.flat.structure.names
+        return {names[leaf]: n for leaf, n in zip(self.look.tensor_leaf, found, strict=True)}
 
     def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)

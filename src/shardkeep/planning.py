@@ -94,6 +94,10 @@ class Planning:
         self._compare(share, shared)
         return plan
 
+    def release_state(self) -> None:
+        """All has been planned: the state need not be kept."""
+        self._state = None
+
     def forget(self) -> None:
         """The plan turned out to be stale: make a new one next time, on all ranks."""
         self._memory.last = None

@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from shardkeep.coordination import Coordinator, check_same, encode_asked
+from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.holding import StalePlan
 from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import Metadata, MetadataIndex
@@ -21,12 +22,14 @@ from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns
 
-__all__ = ["SaveResult", "run_save"]
+__all__ = ["SaveCancelled", "SaveResult", "Saving", "run_save"]
 
 log = logging.getLogger("shardkeep")
 
 _STALE = b""
 """In place of results: a rank found that the plan does not fit its state; nothing is committed."""
+_CANCELLED = b"-"
+"""The same where a rank was asked to cancel."""
 
 
 @dataclass(frozen=True)
@@ -67,98 +70,164 @@ class _Committed(msgspec.Struct):
     nbytes: int
 
 
-def run_save(
-    state: object,
-    *,
-    checkpoint_id: str,
-    writer: StorageWriter,
-    planner: SavePlanner,
-    coordinator: Coordinator,
-    options: Mapping[str, Any],
-    read_metadata: Callable[[str], Metadata],
-    planned: Callable[[int], None] = lambda nbytes: None,
-) -> SaveResult:
-    """Save `state` from every rank of the group; returns once it is committed everywhere."""
-    given = (state, checkpoint_id, writer, planner, coordinator, options, read_metadata, planned)
-    while (result := _attempt(*given)) is None:
-        writer.reset(checkpoint_id)
-    return result
+class SaveCancelled(Exception):
+    """A rank was asked to cancel, and all of them have: nothing is visible."""
 
 
-def _attempt(
-    state: object,
-    checkpoint_id: str,
-    writer: StorageWriter,
-    planner: SavePlanner,
-    coordinator: Coordinator,
-    options: Mapping[str, Any],
-    read_metadata: Callable[[str], Metadata],
-    planned: Callable[[int], None],
-) -> SaveResult | None:
-    """One save; None, on all ranks alike, where the plan used again was stale and is forgotten."""
-    place = Place(coordinator.rank, coordinator.world_size)
-    memory = coordinator.memory.setdefault("plan", PlanMemory())
-    planning = Planning(state, writer, planner, coordinator, memory)
-    clock = _Clock()
-    committing = False
-    with coordinator.call("save"):
-        try:
+class Saving:
+    """One save on one rank, in two parts: `prepare` needs the state, `complete` what was taken of
+    it. Both belong into one call of the coordinator, and may run on different threads.
+    """
+
+    def __init__(
+        self,
+        state: object,
+        *,
+        checkpoint_id: str,
+        writer: StorageWriter,
+        planner: SavePlanner,
+        coordinator: Coordinator,
+        options: Mapping[str, Any],
+        read_metadata: Callable[[str], Metadata],
+        planned: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Nothing is done yet."""
+        self.checkpoint_id = checkpoint_id
+        self.writer = writer
+        self.planner = planner
+        self._state = state
+        self._coordinator = coordinator
+        self._options = options
+        self._read_metadata = read_metadata
+        self._planned = planned
+        self._place = Place(coordinator.rank, coordinator.world_size)
+        self._clock = _Clock()
+        self._planning: Planning | None = None
+
+    def prepare(self) -> SavePlan:
+        """Set up storage and plan, on all ranks."""
+        coordinator, writer, place = self._coordinator, self.writer, self._place
+        memory = coordinator.memory.setdefault("plan", PlanMemory())
+        planning = Planning(self._state, writer, self.planner, coordinator, memory)
+        self._planning, self._clock = planning, _Clock()
+        asked = {"checkpoint_id": self.checkpoint_id, **self._options}
+        with self._aborting():
             answer = coordinator.gather_scatter(
                 "set up",
-                lambda: name_host(encode_asked({"checkpoint_id": checkpoint_id, **options})),
+                lambda: name_host(encode_asked(asked)),
                 lambda told: _lead_set_up(told, writer, place, planning),
             )
             start = msgspec.msgpack.decode(answer, type=_Start)
             writer.ranks_on_host = start.ranks_on_host
             if place.world_size > 1:
                 coordinator.agree("see storage", lambda: _follow_set_up(writer, place, start.word))
-            clock.lap("set up")
-
+            self._clock.lap("set up")
             plan = planning.plan(start.reuse)
-            planned(_item_bytes(plan))
-            clock.lap("plan")
+            self._planned(_item_bytes(plan))
+            self._clock.lap("plan")
+        return plan
 
-            results: list[WriteResult] | None = None
+    def complete(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        is_cancelled: Callable[[], bool] = lambda: False,
+        written: Callable[[], None] = lambda: None,
+    ) -> SaveResult | None:
+        """Write and commit, on all ranks; None where the plan was stale, which is forgotten then.
 
-            def write() -> None:
-                nonlocal results
-                with contextlib.suppress(StalePlan):
-                    results = writer.write_data(plan, planner)
+        `planner` gives the elements. `SaveCancelled` is raised on all ranks if any is cancelled
+        before it says what it wrote. What `written` raises, once all is written, fails the save.
+        """
+        coordinator, writer = self._coordinator, self.writer
+        results: list[WriteResult] | None = None
+        committing = False
 
+        def write() -> None:
+            nonlocal results
+            with contextlib.suppress(StalePlan, SaveCancelled):
+                results = writer.write_data(plan, planner)
+                written()
+
+        def wrote() -> bytes:
+            return _CANCELLED if is_cancelled() else _encode_results(results)
+
+        with self._aborting(lambda: committing):
             coordinator.agree("write", write)
-            clock.lap("write")
-
+            self._clock.lap("write")
             committing = True
-            answer = coordinator.gather_scatter(
-                "commit",
-                lambda: _encode_results(results),
-                lambda told: [_commit(told, writer, planning, coordinator)] * place.world_size,
-            )
+            answer = coordinator.gather_scatter("commit", wrote, self._commit)
+            if answer == _CANCELLED:
+                committing = False
+                raise SaveCancelled
             if answer == _STALE:
-                writer.abort()
-            else:
-                writer.settle()
-            clock.lap("commit")
+                self.start_over()
+                return None
+            writer.settle()
+            self._clock.lap("commit")
+        assert results is not None
+        return self._result(msgspec.msgpack.decode(answer, type=_Committed), results)
+
+    def release_state(self) -> None:
+        """The state is not needed any more: `complete` gets its elements from somewhere else."""
+        self._state = None
+        if self._planning is not None:
+            self._planning.release_state()
+        if isinstance(self.planner, DefaultSavePlanner):
+            self.planner.release()
+
+    def start_over(self) -> None:
+        """The plan is stale, on all ranks: forget it, and what was set up."""
+        assert self._planning is not None
+        self.writer.abort()
+        self._planning.forget()
+        self.writer.reset(self.checkpoint_id)
+
+    @contextlib.contextmanager
+    def _aborting(self, committing: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
-            writer.abort(committing=committing)
+            self.writer.abort(committing=committing())
             raise
-    if answer == _STALE:
-        planning.forget()
-        return None
-    assert results is not None
-    done = msgspec.msgpack.decode(answer, type=_Committed)
-    written = sum(result.size_in_bytes for result in results)
-    stats = {**clock.laps, **planning.stats, **writer.stats}
-    stats |= {"bytes": written, "files": len(results)}
-    log.info("saved %s: %d bytes in %.2f s", checkpoint_id, done.nbytes, sum(clock.laps.values()))
-    return SaveResult(
-        checkpoint_id,
-        done.save_id,
-        done.digest,
-        done.nbytes,
-        stats,
-        _read_metadata=read_metadata,
-    )
+
+    def _commit(self, told: list[bytes]) -> list[bytes]:
+        """What the coordinator does with what all ranks wrote."""
+        assert self._planning is not None
+        word = next((word for word in (_CANCELLED, _STALE) if word in told), None)
+        if word is None:
+            word = _commit(told, self.writer, self._planning, self._coordinator)
+        return [word] * self._place.world_size
+
+    def _result(self, done: _Committed, results: list[WriteResult]) -> SaveResult:
+        assert self._planning is not None
+        laps = self._clock.laps
+        stats = {**laps, **self._planning.stats, **self.writer.stats}
+        stats |= {
+            "bytes": sum(result.size_in_bytes for result in results),
+            "files": len(results),
+        }
+        log.info(
+            "saved %s: %d bytes in %.2f s", self.checkpoint_id, done.nbytes, sum(laps.values())
+        )
+        return SaveResult(
+            self.checkpoint_id,
+            done.save_id,
+            done.digest,
+            done.nbytes,
+            stats,
+            _read_metadata=self._read_metadata,
+        )
+
+
+def run_save(saving: Saving, coordinator: Coordinator) -> SaveResult:
+    """Save from every rank of the group; returns once it is committed everywhere."""
+    with coordinator.call("save"):
+        while True:
+            plan = saving.prepare()
+            result = saving.complete(plan, saving.planner)
+            if result is not None:
+                return result
 
 
 def _lead_set_up(
@@ -201,8 +270,6 @@ def _decode_results(data: bytes) -> list[WriteResult]:
 def _commit(
     told: list[bytes], writer: StorageWriter, planning: Planning, coordinator: Coordinator
 ) -> bytes:
-    if _STALE in told:
-        return _STALE
     metadata = planning.metadata
     assert metadata is not None
     if hasattr(writer, "before_commit"):

@@ -11,15 +11,18 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
+from shardkeep.columns import Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, Place, SavePlan, SavePlanner
+from shardkeep.planner import LoadPlan, LoadPlanner, Place, SavePlan, SavePlanner, WriteItems
 
 __all__ = [
     "CheckpointId",
@@ -89,6 +92,13 @@ class StorageWriter(ABC):
 
     def use_plan(self, memory: object) -> None:
         """In place of `prepare_*_plan`, for a save with the same plan. Runs on the coordinator."""
+
+    def write_order(self, plan: SavePlan) -> Sequence[Ints]:
+        """Rows of the plan's chunks in the order they will be asked for; those of a file together.
+
+        A snapshot is taken in this order, so that writing need not wait for all of it.
+        """
+        return [np.arange(len(WriteItems.of(plan.items).chunks))]
 
     @abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -29,6 +29,8 @@ class Device:
         self.refuses = False
         self.together = 0
         self.released = []
+        self.pinned = 0
+        self.has_room = True
 
     def allocate(self, nbytes):
         return page_aligned(nbytes)
@@ -69,7 +71,8 @@ class Device:
 
     def fence(self):
         copies = self.begun.__dict__.setdefault("copies", [])
-        self.begun.copies = []
+        earlier = self.begun.__dict__.setdefault("earlier", [])
+        before, self.begun.copies = list(earlier), []
         lock, done = threading.Lock(), []
 
         def wait():
@@ -80,7 +83,38 @@ class Device:
                         self.late += 1
                     done.append(True)
 
-        return wait
+        def wait_for_all():
+            for one in (*before, wait):
+                one()
+
+        earlier.append(wait)
+        return wait_for_all
+
+    def arrival(self):
+        wait, looks = self.fence(), iter(range(2))
+
+        def arrived():
+            if next(looks, None) is not None:
+                return False
+            wait()
+            return True
+
+        return arrived
+
+    def pin(self, memory):
+        self.pinned += len(memory)
+        return lambda: self.unpin(memory)
+
+    def unpin(self, memory):
+        self.pinned -= len(memory)
+
+    def be_quiet(self):
+        pass
+
+    def duplicate(self, sources):
+        if not self.has_room:
+            return None
+        return [Source(source.array.copy()) for source in sources]
 
 
 class Source(HostSource):
@@ -111,7 +145,7 @@ def device(monkeypatch):
     monkeypatch.setattr(
         adapter, "sink", lambda self, value, dtype: Sink(value.view(dtype.bits()), dtype)
     )
-    monkeypatch.setattr(adapter, "settle", lambda self, values: DEVICES[-1])
+    monkeypatch.setattr(adapter, "settle", lambda self, values, wait=True: DEVICES[-1])
     DEVICES.append(Device())
     yield DEVICES[-1]
     DEVICES.clear()
@@ -216,3 +250,42 @@ def _alive(kind):
 
     gc.collect()
     return [o for o in gc.get_objects() if type(o) is kind]
+
+
+@pytest.mark.parametrize("has_room", [True, False])
+def test_a_snapshot_holds_what_was_there(tmp_path, device, has_room):
+    """The first save, for which the arena is not ready, and those after it."""
+    device.has_room = has_room
+    rng = np.random.default_rng(0)
+    with shardkeep.Checkpointer() as keeper:
+        for step in range(3):
+            state = {
+                "large": rng.integers(0, 255, (1300, 1000), np.uint8),
+                "strided": rng.random((300, 40)).T,
+                "small": {str(n): rng.random(n) for n in range(50)},
+                "step": step,
+            }
+            expected = {"large": state["large"].copy(), "strided": state["strided"].copy()}
+            handle = keeper.async_save(state, tmp_path / str(step))
+            for array in (state["large"], state["strided"]):
+                array[:] = 0
+            handle.result(60)
+            found = shardkeep.open(tmp_path / str(step))
+            for name, array in expected.items():
+                np.testing.assert_array_equal(found[name][...], array)
+            assert device.pinned > 0
+    assert device.pinned == 0
+
+
+def test_an_arena_made_ready_before_is_copied_to_at_once(tmp_path, device):
+    device.has_room = False
+    state = {"large": np.arange(100_000.0)}
+    with shardkeep.Checkpointer() as keeper:
+        keeper.prewarm(state)
+        assert device.pinned > 0
+        handle = keeper.async_save(state, tmp_path / "a")
+        state["large"][:] = 0
+        handle.result(60)
+    np.testing.assert_array_equal(
+        shardkeep.open(tmp_path / "a")["large"][...], np.arange(100_000.0)
+    )

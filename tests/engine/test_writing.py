@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep.arrays import HostSource
-from shardkeep.engine import digests, writing
+from shardkeep.engine import digests, filling, writing
 from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import PAGE_DIGESTS, ContentDigests, DigestLayout, algorithm
 from shardkeep.engine.filling import Chunks
@@ -180,6 +180,7 @@ def test_files_are_those_of_the_reference(
             patch, direct=direct, shorts=shorts, interrupts=interrupts, refuse_at=refuse_at
         )
         patch.setattr(digests, "CONTENT_PIECE", piece)
+        patch.setattr(filling, "SMALL", small)
         patch.setattr(writing, "SMALL", small)  # also decides whether threads are used
         file = LocalStore(folder).create("x")
         stats = WriteStats()

@@ -21,6 +21,7 @@ from shardkeep.arrays import (
     SinkPiece,
     Source,
     Staging,
+    Unstepped,
 )
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
@@ -35,7 +36,7 @@ Array = npt.NDArray[np.generic]
 _TARGET_LOOKS = attrgetter("__class__", "shape", "dtype", "strides", "flags.writeable")
 
 
-class NumpyArrays(NotComposite):
+class NumpyArrays(NotComposite, Unstepped):
     """The adapter for `numpy.ndarray`."""
 
     def claims(self, kind: type) -> bool:
@@ -103,7 +104,7 @@ class NumpyArrays(NotComposite):
             return FlatSink(array.reshape(-1).view(np.uint8), array.shape, dtype)
         return HostSink(_bits(array, dtype), dtype)
 
-    def settle(self, values: Iterable[Array]) -> Staging | None:
+    def settle(self, values: Iterable[Array], wait: bool = True) -> Staging | None:
         """Nothing computes behind numpy's back."""
         return None
 

@@ -19,6 +19,7 @@ from shardkeep.arrays import (
     Source,
     Staging,
     TargetsApart,
+    Unstepped,
     library_adapter,
     settle_all,
     source_parts,
@@ -52,7 +53,7 @@ class ShardProtocol(Protocol):
     """Extent of each box."""
 
 
-class ShardValues(NotComposite, TargetsApart):
+class ShardValues(NotComposite, TargetsApart, Unstepped):
     """The adapter for values that follow `ShardProtocol`."""
 
     def claims(self, kind: type) -> bool:
@@ -109,10 +110,10 @@ class ShardValues(NotComposite, TargetsApart):
         pieces = [inner.pieces[0].part(here, box) for box, here in boxes]
         return LocalTarget(shape, inner.dtype, pieces, value)
 
-    def settle(self, values: Iterable[Any]) -> Staging | None:
+    def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """Those of the local arrays."""
         found = [_local(value, "") for value in values]
-        return settle_all([adapter for adapter, _ in found], [local for _, local in found])
+        return settle_all([adapter for adapter, _ in found], [local for _, local in found], wait)
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

@@ -16,6 +16,7 @@ from shardkeep.arrays import (
     Source,
     Staging,
     TargetsApart,
+    Unstepped,
     adapter_of,
     settle_all,
 )
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ADAPTER"]
 
 
-class ShardedArrays(NotComposite, TargetsApart):
+class ShardedArrays(NotComposite, TargetsApart, Unstepped):
     """The adapter for `shardkeep.ShardedArray`."""
 
     def claims(self, kind: type) -> bool:
@@ -95,10 +96,10 @@ class ShardedArrays(NotComposite, TargetsApart):
         result = value if same else replace(value, local_shards=tuple(shards))
         return LocalTarget(value.shape, lookup(value.dtype), pieces, result)
 
-    def settle(self, values: Iterable[ShardedArray]) -> Staging | None:
+    def settle(self, values: Iterable[ShardedArray], wait: bool = True) -> Staging | None:
         """Those of the local arrays."""
         arrays = [shard.array for value in values for shard in value.local_shards]
-        return settle_all([adapter_of(array) for array in arrays], arrays)
+        return settle_all([adapter_of(array) for array in arrays], arrays, wait)
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """The array itself, whole."""

@@ -3,16 +3,21 @@
 
 Copies run on a stream of their own for each thread, between the device and pinned buffers that are
 used again: no tensor is ever whole on the host. Whoever starts a save or a load has waited
-for the device before (`settle`), so nothing still computes what is copied.
+for the device before (`settle`), so nothing still computes what is copied; an asynchronous save has
+its copies come after that instead (`follow_current`), and asks the device nothing from then on.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,7 +31,13 @@ from shardkeep.dtypes import DType
 from shardkeep.engine.pages import page_aligned
 from shardkeep.memory import address_of
 
-__all__ = ["PINNED", "DeviceSink", "DeviceSource", "PinnedStaging"]
+__all__ = [
+    "PINNED",
+    "DeviceSink",
+    "DeviceSource",
+    "PinnedStaging",
+    "follow_current",
+]
 
 MOST_KEPT = 256 << 20
 """Bytes of registered memory that wait for the next save or load: registering is slow."""
@@ -44,6 +55,8 @@ class PinnedStaging:
         self._kept: list[Bytes] = []
         """Buffers of one size, that of the last save or load."""
         self._lock = threading.Lock()
+        self._marks: Bytes = np.empty(0, np.uint8)
+        self._ones: dict[torch.device, torch.Tensor] = {}
 
     def allocate(self, nbytes: int) -> Bytes:
         """Whole pages that devices copy from and to directly; plain ones where that is refused."""
@@ -52,13 +65,18 @@ class PinnedStaging:
                 return self._kept.pop()
             self._kept.clear()
         memory = page_aligned(nbytes)
+        # Let go of before the memory is: the array that owns it is the last to go.
+        owner = memory if memory.base is None else memory.base
+        weakref.finalize(owner, self.pin(memory))
+        return memory
+
+    def pin(self, memory: Bytes) -> Callable[[], None]:
+        """Register it; where that is refused, copies still work, through memory of torch's."""
         address = address_of(memory)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
-            # Let go of before the memory is: the array that owns it is the last to go.
-            owner = memory if memory.base is None else memory.base
-            weakref.finalize(owner, runtime.cudaHostUnregister, address)
-        return memory
+        if int(runtime.cudaHostRegister(address, len(memory), 0)) != 0:
+            return lambda: None
+        return lambda: runtime.cudaHostUnregister(address)
 
     def release(self, buffer: Bytes) -> None:
         """Keep it for the next save or load, but not too many, and of one size only."""
@@ -120,8 +138,85 @@ class PinnedStaging:
 
         return wait
 
+    def arrival(self) -> Callable[[], bool]:
+        """The device sets a byte of host memory behind each stream's copies."""
+        marks = []
+        for device, stream in _streams().items():
+            mark = self._next_mark()
+            with torch.cuda.stream(stream):
+                torch.from_numpy(mark).copy_(self._one(device), non_blocking=True)
+            marks.append(mark)
+        return lambda: all(mark[0] for mark in marks)
+
+    def _next_mark(self) -> Bytes:
+        with self._lock:
+            if not len(self._marks):
+                self._marks = page_aligned(mmap.PAGESIZE)
+                weakref.finalize(self._marks.base, self.pin(self._marks))
+            mark, self._marks = self._marks[:1], self._marks[1:]
+            return mark
+
+    def _one(self, device: torch.device) -> torch.Tensor:
+        if device not in self._ones:
+            one = torch.ones(1, dtype=torch.uint8, device=device)
+            torch.cuda.synchronize(device)  # once: all threads use it from now on
+            self._ones[device] = one
+        return self._ones[device]
+
+    def be_quiet(self) -> None:
+        """Calls of this thread do not end a graph capture that another is in the middle of."""
+        runtime = _runtime_library()
+        if runtime is not None:
+            runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
+
+    def duplicate(self, sources: Sequence[StagedSource]) -> Sequence[StagedSource] | None:
+        """Only where as much again stays free: the program may be about to need it."""
+        need: Counter[torch.device] = Counter()
+        for source in sources:
+            assert isinstance(source, DeviceSource)
+            need[source.tensor.device] += source.tensor.nbytes
+        for device, nbytes in need.items():
+            if device.type == "cuda" and 2 * nbytes > torch.cuda.mem_get_info(device)[0]:
+                return None
+        out = []
+        try:
+            for source in sources:
+                assert isinstance(source, DeviceSource)
+                with _own_stream(source.tensor.device):
+                    copy = source.tensor.clone(memory_format=torch.contiguous_format)
+                out.append(DeviceSource(copy, source.dtype))
+        except torch.OutOfMemoryError:
+            return None
+        finally:
+            _finish_copies()
+        return out
+
 
 PINNED = PinnedStaging()
+
+
+def follow_current(device: torch.device) -> None:
+    """What this thread copies from now on comes after what it has asked of the device so far."""
+    with _own_stream(device):
+        own = torch.cuda.current_stream(device)
+    own.wait_stream(torch.cuda.current_stream(device))
+
+
+_RELAXED = 2
+"""cudaStreamCaptureModeRelaxed."""
+
+
+@cache
+def _runtime_library() -> ctypes.CDLL | None:
+    """CUDA's runtime as it is loaded already."""
+    with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as maps:
+        for line in maps:
+            path = line.rstrip().rpartition(" ")[2]
+            if "libcudart.so" in path:
+                library = ctypes.CDLL(path)
+                library.cudaThreadExchangeStreamCaptureMode  # noqa: B018
+                return library
+    return None
 
 
 def _streams() -> dict[torch.device, torch.cuda.Stream]:
@@ -165,7 +260,7 @@ class DeviceSource:
             _finish_copies()  # also after an error: nobody may use the memory before
 
     def begin_read(self, start: int, stop: int, out: Bytes) -> None:
-        """Contiguous elements come while something else is done; others are there on return."""
+        """From CUDA devices they come while something else is done; else they are there."""
         tensor = self.tensor
         with _own_stream(tensor.device):
             if tensor.is_cuda and tensor.is_contiguous() and not _is_lazy(tensor):
@@ -175,6 +270,12 @@ class DeviceSource:
             at = 0
             for offsets, sizes in flat_range_boxes(tuple(tensor.shape), start, stop):
                 part = tensor[region(offsets, sizes)].resolve_conj().resolve_neg()
+                if part.is_cuda:
+                    # Memory that torch hands out again only behind this copy.
+                    bits = _flat_bytes(part.contiguous())
+                    torch.from_numpy(out[at : at + bits.numel()]).copy_(bits, non_blocking=True)
+                    at += bits.numel()
+                    continue
                 host = part.contiguous().cpu()
                 bits_ = np.ascontiguousarray(host_bits(host, self.dtype)).reshape(-1)
                 block = bits_.view(np.uint8)

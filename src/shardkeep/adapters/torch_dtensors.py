@@ -108,11 +108,23 @@ class TorchDistributed(NotComposite):
         """The memory of the local tensor."""
         return TENSORS.sink(value._local_tensor, dtype)
 
-    def settle(self, values: Iterable[Any]) -> Staging | None:
+    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
+        """Where every local part is."""
+        parts = [_kind(value).locals(value) for value in values]
+        found = iter(TENSORS.stepped([part for mine in parts for part in mine]))
+        return [bool(mine) and all([next(found) for _ in mine]) for mine in parts]
+
+    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
+        """Those of the local parts together."""
+        parts = [TENSORS.versions(_kind(value).locals(value)) for value in values]
+        return [None if None in mine else sum(mine) for mine in parts]  # type: ignore[arg-type]
+
+    def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
-        return TENSORS.settle([part for value in values for part in _kind(value).locals(value)])
+        locals_ = [part for value in values for part in _kind(value).locals(value)]
+        return TENSORS.settle(locals_, wait)
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """A plain tensor over the same memory."""

@@ -107,6 +107,15 @@ class TorchRanks(Ranks):
         self._line.open()
         return super().call(what)
 
+    def twin(self) -> TorchRanks:
+        """With connections and a gloo group of its own."""
+        group = self._group()
+        if group is None or not is_alive(group):
+            raise PlanError(DESTROYED)
+        other = TorchRanks(group, self.timeout_s, self.patience)
+        other.memory = self.memory
+        return other
+
     def _connect_gloo(self, name: str) -> Bulk:
         store = self._line.connection(f"bulk/{name}")
         return _GlooBulk(store, self.rank, self.world_size, self.timeout_s)

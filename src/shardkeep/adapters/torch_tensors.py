@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardkeep.adapters.torch_devices import PINNED, DeviceSink, DeviceSource
+from shardkeep.adapters import torch_steps
+from shardkeep.adapters.torch_devices import PINNED, DeviceSink, DeviceSource, follow_current
 from shardkeep.adapters.torch_memory import host_bits, host_bytes, tensor_of
 from shardkeep.arrays import (
     ArrayForm,
@@ -164,14 +165,25 @@ class TorchTensors:
             return FlatSink(host_bytes(value), value.shape, dtype)
         return HostSink(host_bits(value, dtype), dtype)
 
-    def settle(self, values: Iterable[torch.Tensor]) -> Staging | None:
+    def settle(self, values: Iterable[torch.Tensor], wait: bool = True) -> Staging | None:
         """Wait for the devices; copies from and to them go through pinned memory."""
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return None
         devices = {value.device for value in values if value.is_cuda}
         for device in devices:
-            torch.cuda.synchronize(device)
+            if wait:
+                torch.cuda.synchronize(device)
+            else:
+                follow_current(device)
         return PINNED if devices else None
+
+    def stepped(self, values: Sequence[torch.Tensor]) -> Sequence[bool]:
+        """Parameters and optimizer state."""
+        return torch_steps.stepped(values)
+
+    def versions(self, values: Sequence[torch.Tensor]) -> Sequence[int | None]:
+        """Torch counts changes in place, but not those through `.data`."""
+        return torch_steps.versions(values)
 
     def is_composite(self, kind: type) -> bool:
         """A wrapper subclass that can say what it is made of."""

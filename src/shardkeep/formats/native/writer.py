@@ -7,7 +7,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,10 @@ import numpy as np
 
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
+from shardkeep.columns import Ints
 from shardkeep.engine.budget import checked_budget, usable_cores
 from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
+from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -76,6 +78,7 @@ class _Result(msgspec.Struct):
     values: int | None
     chunks: int
     features: list[str]
+    content: str
 
 
 class NativeWriter(StorageWriter):
@@ -117,6 +120,8 @@ class NativeWriter(StorageWriter):
         self.save_id = ""
         self.digest = ""
         """The record's digest, on the coordinator after `finish`."""
+        self.content = ""
+        """Equal for saves whose tensors are: on the coordinator after `finish`."""
         self.stats: dict[str, float] = {}
         """What `write_data` did: see `shardkeep.engine.writing.WriteStats`."""
         self._lease: Lease | None = None
@@ -224,6 +229,11 @@ class NativeWriter(StorageWriter):
 
     # --- write
 
+    def write_order(self, plan: SavePlan) -> Sequence[Ints]:
+        """As they lie in the files."""
+        plans, disk_order, _ = decode_rank_layout(plan.storage_data)
+        return [disk_order[file.first : file.first + file.count] for file in plans]
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write this rank's files; on return they and their names are durable."""
         items = WriteItems.of(plan.items)
@@ -232,10 +242,11 @@ class NativeWriter(StorageWriter):
         features = sorted(planner.features)
         results: list[WriteResult] = [None] * len(plans)  # type: ignore[list-item]
         # Many small chunks are many objects without cycles, and are soon gone again.
-        soon = (
-            paused_collector() if chunks.nbytes.sum() < SOON_WRITTEN else contextlib.nullcontext()
-        )
-        with soon, self._file_writer(planner.staging) as files:
+        behind = isinstance(planner, StagedPlanner)
+        soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
+            soon = paused_collector()
+        with soon, self._file_writer(planner.staging, behind) as files:
 
             def write(number: int) -> None:
                 file = plans[number]
@@ -249,13 +260,15 @@ class NativeWriter(StorageWriter):
                 self._store.sync_directory(DATA)
         return results
 
-    def _file_writer(self, staging: Staging | None = None) -> FileWriter:
+    def _file_writer(self, staging: Staging | None = None, behind: bool = False) -> FileWriter:
+        cores = usable_cores(self.ranks_on_host)
         return FileWriter(
             self._store,
             self._algorithm,
             self.block,
             budget=checked_budget(self.memory_budget, self.ranks_on_host),
-            cores=usable_cores(self.ranks_on_host),
+            # The program has better uses for its cores than to be saved a little sooner.
+            cores=max(1, cores // 2) if behind else cores,
             staging=staging,
             progress=self.progress,
         )
@@ -280,6 +293,7 @@ class NativeWriter(StorageWriter):
             plan.values if plan.holds_values else None,
             plan.count,
             features,
+            self._algorithm.digest(content.results().tobytes()).hex() if plan.count else "",
         )
         return WriteResult(MetadataIndex(name), layout.file_size, msgspec.msgpack.encode(result))
 
@@ -300,6 +314,7 @@ class NativeWriter(StorageWriter):
             msgspec.msgpack.decode(found[plan.name(self.save_id)], type=_Result)
             for plan in self._layout.files
         ]
+        self.content = " ".join(report.content for report in reports)
         files = tuple(
             FileRow(plan.name(self.save_id), r.size, r.payload, r.root, r.values, r.chunks)
             for plan, r in zip(self._layout.files, reports, strict=True)

@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of saves in the background: what happens on the caller's thread, and what behind it.
+
+On the caller's thread: storage is set up, the plan made, and the state copied into the arena: all
+of it, or all but what only an optimizer's step changes. Behind it: files are written as their bytes
+arrive, and the checkpoint is committed, with all ranks, over a coordinator of their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import InvalidStateError
+from concurrent.futures import wait as wait_all
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from shardkeep.arrays import Staging
+from shardkeep.coordination import Coordinator
+from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.engine.arena import Arena
+from shardkeep.engine.budget import usable_cores
+from shardkeep.engine.snapshot import (
+    DEVICE_UNIT,
+    HOST_UNIT,
+    Copying,
+    Held,
+    Snapshot,
+    StagedPlanner,
+    hold,
+)
+from shardkeep.errors import PlanError
+from shardkeep.handles import SaveHandle
+from shardkeep.holding import StalePlan
+from shardkeep.planner import SavePlan, SavePlanner
+from shardkeep.planning import PlanMemory, Planning
+from shardkeep.saving import SaveCancelled, SaveResult, Saving
+from shardkeep.storage import StorageWriter
+
+__all__ = ["Background", "OnOverlap", "SnapshotKind", "WriterKind"]
+
+log = logging.getLogger("shardkeep")
+
+SnapshotKind: TypeAlias = Literal["eager", "lazy"]
+OnOverlap: TypeAlias = Literal["wait", "skip", "error"]
+WriterKind: TypeAlias = Literal["thread", "process"]
+
+MOST_COPYING = 8
+"""Threads that copy host memory: more do not make memory faster."""
+EXIT_VARIABLE = "SHARDKEEP_EXIT_TIMEOUT_S"
+EXIT_S = 600.0
+"""How long the end of the program waits for a save that is still running."""
+
+_YES, _NO = b"\1", b"\0"
+
+
+class Background:
+    """The saves in the background of one `Checkpointer`: one at a time, and one arena."""
+
+    def __init__(self, coordinator: Coordinator, writer: WriterKind = "thread") -> None:
+        """`coordinator` is used by nobody else while a save is running."""
+        self.coordinator = coordinator
+        self.arena = Arena(shared=writer == "process")
+        self._last: SaveHandle | None = None
+        self._run: _Run | None = None
+        self._content = ("", "")
+        """Digest of all tensors of the last save, and where it went; on the coordinator."""
+        _alive.add(self)
+
+    # --- between saves
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is running."""
+        return self._last is not None and not self._last.done()
+
+    @property
+    def where(self) -> str:
+        """Where the last save goes or went."""
+        return "" if self._last is None else self._last.checkpoint_id
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until no save is running, whatever became of it; whether that is so."""
+        if self._last is not None:
+            wait_all([self._last], timeout)
+        return not self.is_busy
+
+    def raise_unseen(self) -> None:
+        """Raise the error of the last save, if nobody has looked at it."""
+        last = self._last
+        error = None if last is None else last.unseen_error()
+        if error is not None:
+            assert last is not None
+            error.add_note(
+                f"This is why the save of {last.checkpoint_id} in the background failed. What was "
+                "asked for now has not been begun."
+            )
+            raise error
+
+    def close(self) -> None:
+        """Wait for the save that is running, and let go of the arena."""
+        self.wait()
+        self.arena.close()
+        _alive.discard(self)
+
+    # --- a save
+
+    def prewarm(self, state: object, planner: SavePlanner, writer: StorageWriter) -> None:
+        """Plan for such a state, and make the arena ready for it; on all ranks."""
+        coordinator = self.coordinator
+        memory = coordinator.memory.setdefault("plan", PlanMemory())
+        planning = Planning(state, writer, planner, coordinator, memory)
+        reuse = coordinator.lead("prewarm", lambda: _YES if planning.may_reuse else _NO)
+        plan = planning.plan(reuse == _YES)
+
+        def make_ready() -> None:
+            held = hold(plan, planner, writer.write_order(plan))
+            self.arena.reserve(held.length)
+            self.arena.prepare(held.length, planner.staging, _threads(writer))
+
+        coordinator.agree("make memory ready", make_ready)
+
+    def start(self, saving: Saving, inside: contextlib.ExitStack, kind: SnapshotKind) -> SaveHandle:
+        """Prepare a save, take the snapshot, and leave the rest to a thread.
+
+        `inside` is what the save is inside of, the coordinator's call above all; it is left at the
+        end of the save, or here if there is an error.
+        """
+        begun = time.perf_counter()
+        with inside:
+            if self._run is not None:
+                self._run.join()
+            if isinstance(saving.planner, DefaultSavePlanner):
+                saving.planner.waits = False
+            plan, held = self._plan(saving)
+            staging = saving.planner.staging
+            unit = HOST_UNIT if staging is None else DEVICE_UNIT
+            taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
+            steps = _steps(taken, staging, kind, saving)
+            run = _Run(saving, plan, taken, steps, staging, self._compare, begun)
+            self._last, self._run = run.handle, run
+            run.start(inside.pop_all())
+        run.take()
+        return run.handle
+
+    def _compare(self, result: SaveResult, content: str) -> None:
+        """Warn of a save that holds what the last one held: its snapshot may not be of now."""
+        last, self._content = self._content, (content, result.checkpoint_id)
+        if content and last[0] == content and last[1] != result.checkpoint_id and result.nbytes:
+            log.warning(
+                "every tensor of %s is bit-equal to %s: the state that is saved is not the one "
+                "that is trained, or nothing was trained in between",
+                result.checkpoint_id,
+                last[1],
+            )
+
+    def _plan(self, saving: Saving) -> tuple[SavePlan, Held]:
+        """A plan that fits the state as it is now, and the state looked up."""
+        while True:
+            plan = saving.prepare()
+            found: list[Held] = []
+
+            def look(plan: SavePlan = plan, found: list[Held] = found) -> bytes:
+                try:
+                    held = hold(plan, saving.planner, saving.writer.write_order(plan))
+                except StalePlan:
+                    return _NO
+                self.arena.reserve(held.length)
+                found.append(held)
+                return _YES
+
+            def decide(told: list[bytes]) -> list[bytes]:
+                return [_NO if _NO in told else _YES] * len(told)
+
+            try:
+                if self.coordinator.gather_scatter("take snapshot", look, decide) == _YES:
+                    return plan, found[0]
+            except BaseException:
+                saving.writer.abort()
+                raise
+            saving.start_over()
+
+
+def _threads(writer: StorageWriter) -> int:
+    return min(MOST_COPYING, usable_cores(writer.ranks_on_host))
+
+
+@dataclass(eq=False)
+class _Steps:
+    """How a snapshot is taken."""
+
+    now: list[Copying]
+    """Copied before the caller goes on."""
+    begun: list[Copying]
+    """Begun by the caller, and done by a device while it goes on."""
+    later: list[Copying]
+    """Copied while the caller goes on."""
+    changed: Callable[[], Sequence[str]]
+    """Names of what was copied late and is not what it was; asked once all is there."""
+
+
+def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving: Saving) -> _Steps:
+    held, planner = taken.held, saving.planner
+    deferred = np.zeros(len(held.rows), np.bool_)
+    steps = _Steps([], [], [], lambda: ())
+    if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
+        deferred, steps.changed = planner.deferrable(held.items, held.rows)
+    if staging is None:
+        steps.now, steps.later = [taken.expect(~deferred)], [taken.expect(deferred)]
+        return steps
+    on_device = held.on_device
+    if not taken.is_ready(staging) and taken.duplicate(on_device, staging):
+        # The arena takes long to make ready, and the device has room for a copy meanwhile.
+        steps.now.append(taken.expect(~on_device & ~deferred))
+        steps.later.append(taken.expect(on_device, staging))
+    else:
+        steps.now.append(taken.expect(~deferred, staging))
+        steps.begun.append(taken.expect(on_device & deferred, staging))
+    steps.later.append(taken.expect(~on_device & deferred))
+    return steps
+
+
+class _Run:
+    """One save, from the snapshot on."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        plan: SavePlan,
+        taken: Snapshot,
+        steps: _Steps,
+        staging: Staging | None,
+        compare: Callable[[SaveResult, str], None],
+        begun: float,
+    ) -> None:
+        self.handle = SaveHandle(saving.checkpoint_id)
+        self._saving = saving
+        self._plan = plan
+        self._taken = taken
+        self._steps = steps
+        self._staging = staging
+        self._compare = compare
+        self._begun = begun
+        self._stall_s = 0.0
+        self._stager: threading.Thread | None = None
+
+    def start(self, inside: contextlib.ExitStack) -> None:
+        """Begin to write, and wait for what is to be written."""
+        self._stop_when_cancelled()
+        writing = threading.Thread(
+            target=self._write, args=(inside,), name="shardkeep-save", daemon=True
+        )
+        try:
+            writing.start()
+        except BaseException as error:
+            self.handle.end(error)
+            with inside:
+                raise
+
+    def _stop_when_cancelled(self) -> None:
+        """A cancelled save writes no further unit."""
+        writer = self._saving.writer
+        shown: Callable[[int], None] | None = getattr(writer, "progress", None)
+        if shown is None:
+            return
+
+        def count(nbytes: int) -> None:
+            if self.handle.is_cancelling:
+                raise SaveCancelled
+            shown(nbytes)
+
+        writer.progress = count  # type: ignore[attr-defined]
+
+    # --- on the caller's thread
+
+    def take(self) -> None:
+        """Take the snapshot; what goes wrong is told by the handle."""
+        steps, taken = self._steps, self._taken
+        try:
+            for copying in steps.now:
+                taken.copy(copying)
+            if self._staging is not None:
+                self._staging.fence()()
+            for copying in steps.begun:
+                taken.copy(copying)
+            if any(len(copying.units) for copying in (*steps.begun, *steps.later)):
+                self._stager = threading.Thread(
+                    target=self._take_rest, name="shardkeep-stage", daemon=True
+                )
+                self._stager.start()
+            else:
+                self._taken_all()
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        self._stall_s = time.perf_counter() - self._begun
+
+    def _fail(self, error: BaseException) -> None:
+        self._taken.fail(error)
+        with contextlib.suppress(InvalidStateError):  # the save failed first
+            self.handle.staged.set_exception(error)
+
+    def _taken_all(self) -> None:
+        """The state may change, or go: nothing of it is kept here."""
+        self._taken.forget_sources()
+        self._steps = _Steps([], [], [], lambda: ())
+        self._saving.release_state()
+        self.handle.staged.set_result(None)
+
+    def join(self) -> None:
+        """Until nothing copies into the arena any more."""
+        stager = self._stager
+        if stager is not None:
+            stager.join()
+
+    # --- behind it
+
+    def _take_rest(self) -> None:
+        try:
+            if self._staging is not None:
+                self._staging.be_quiet()
+            for copying in self._steps.later:
+                self._taken.copy(copying)
+            self._taken.wait()
+            changed = self._steps.changed()
+            if changed:
+                raise PlanError(
+                    f"{_few(changed)} changed before the snapshot was complete; with "
+                    'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
+                    "next step, or handle.wait_staged()"
+                )
+            self._taken_all()
+        except BaseException as error:
+            self._fail(error)
+
+    def _write(self, inside: contextlib.ExitStack) -> None:
+        saving, handle = self._saving, self.handle
+        outcome: SaveResult | BaseException | None
+        try:
+            with inside:
+                planner = StagedPlanner(self._taken, saving.planner.features)
+                result = saving.complete(
+                    self._plan, planner, lambda: handle.is_cancelling, handle.wait_staged
+                )
+                assert result is not None
+                outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
+                self._compare(outcome, getattr(saving.writer, "content", ""))
+        except SaveCancelled:
+            outcome = None
+            log.info("the save of %s was cancelled", saving.checkpoint_id)
+        except BaseException as error:
+            outcome = error
+            log.error(
+                "the save of %s in the background failed", saving.checkpoint_id, exc_info=error
+            )
+        self._taken.fail(RuntimeError("the save has ended"))
+        handle.end(outcome)
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+_alive: weakref.WeakSet[Background] = weakref.WeakSet()
+
+
+@atexit.register
+def _complete_all() -> None:
+    """The program ends: saves that are running are completed, or reported."""
+    running = [background for background in list(_alive) if background.is_busy]
+    if not running:
+        return
+    deadline = time.monotonic() + exit_timeout_s()
+    for background in running:
+        if not background.wait(max(0.0, deadline - time.monotonic())):
+            text = f"shardkeep: the program ended before {background.where} was saved"
+            log.error(text)
+            print(text, file=sys.stderr)
+
+
+def exit_timeout_s() -> float:
+    """`SHARDKEEP_EXIT_TIMEOUT_S` of the environment, or 600."""
+    try:
+        return float(os.environ.get(EXIT_VARIABLE, EXIT_S))
+    except ValueError:
+        return EXIT_S

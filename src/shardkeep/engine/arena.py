@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arena: memory for one staged state, taken once and used by save after save.
+
+Taking memory is slow: pages are zeroed on first touch, and a device must be told of each. So the
+arena only grows, and what it has is kept until it is closed. It comes in segments, which are made
+ready one after the other: the first can be filled while the next is prepared.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+
+import numpy as np
+
+from shardkeep.arrays import Bytes, Staging
+from shardkeep.engine.pages import HUGE_PAGE, page_aligned
+from shardkeep.engine.parallel import run_in_order
+from shardkeep.memory import address_of
+
+__all__ = ["SEGMENT", "Arena"]
+
+SEGMENT = 1 << 30
+"""Bytes made ready at once. A copy of a device must not reach from one segment into another."""
+SPARE = 16
+"""One part in so many that is taken in addition: a state that grows a little still fits."""
+_POPULATE_WRITE = 23
+"""Linux 5.14's advice to touch pages, for several threads at once; others touch them by hand."""
+
+
+class Arena:
+    """One stretch of memory, private or shared with a process that is given `fd`."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        """Nothing is taken yet."""
+        self.shared = shared
+        self.fd = -1
+        """Of the memory, where it is shared."""
+        self.memory: Bytes = np.empty(0, np.uint8)
+        """All of it."""
+        self._touched = 0
+        self._pinned: list[Callable[[], None]] = []
+        self._staging: Staging | None = None
+
+    def reserve(self, nbytes: int) -> bool:
+        """Make it at least so large, whatever was in it; says whether it is other memory now."""
+        if nbytes <= len(self.memory):
+            return False
+        self.close()
+        nbytes = -(-(nbytes + nbytes // SPARE) // HUGE_PAGE) * HUGE_PAGE
+        if self.shared:
+            self.fd = _shared_file()
+            try:
+                os.ftruncate(self.fd, nbytes)
+                self.memory = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+            except BaseException:
+                self.close()
+                raise
+        else:
+            self.memory = page_aligned(nbytes)
+        return True
+
+    def is_ready(self, nbytes: int, staging: Staging | None) -> bool:
+        """Whether the first bytes have been touched, and can be copied to by a device."""
+        if nbytes > len(self.memory):
+            return False
+        if staging is None:
+            return self._touched >= nbytes
+        return self._staging is staging and len(self._pinned) * SEGMENT >= nbytes
+
+    def prepare(self, nbytes: int, staging: Staging | None, threads: int) -> None:
+        """Make the first bytes ready: touched by so many threads, and known to the device."""
+        nbytes = min(-(-nbytes // HUGE_PAGE) * HUGE_PAGE, len(self.memory))
+        if staging is not None and self._staging is not staging:
+            self._unpin()
+            self._staging = staging
+        while self._touched < nbytes:
+            end = min((self._touched // SEGMENT + 1) * SEGMENT, nbytes)
+            _touch(self.memory[self._touched : end], threads)
+            self._touched = end
+        if staging is not None:
+            while len(self._pinned) * SEGMENT < nbytes:
+                low = len(self._pinned) * SEGMENT
+                # All of a segment is told at once, so all of it is touched.
+                high = min(low + SEGMENT, len(self.memory))
+                if self._touched < high:
+                    _touch(self.memory[self._touched : high], threads)
+                    self._touched = high
+                self._pinned.append(staging.pin(self.memory[low:high]))
+
+    def _unpin(self) -> None:
+        pinned, self._pinned, self._staging = self._pinned, [], None
+        for unpin in pinned:
+            unpin()
+
+    def close(self) -> None:
+        """Let go of the memory; views of it that somebody holds keep it until they go."""
+        self._unpin()
+        self._touched = 0
+        self.memory = np.empty(0, np.uint8)
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _shared_file() -> int:
+    """A file in memory without a name, or what comes nearest."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("shardkeep-arena")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _touch(memory: Bytes, threads: int) -> None:
+    """Have the system provide all pages now."""
+    part = max(HUGE_PAGE, -(-len(memory) // max(1, threads) // HUGE_PAGE) * HUGE_PAGE)
+    advise = _populate if sys.platform == "linux" else None
+
+    def touch(low: int) -> None:
+        piece = memory[low : low + part]
+        if advise is None or not advise(piece):
+            piece[:: mmap.PAGESIZE] |= 0
+
+    run_in_order(range(0, len(memory), part), touch, threads)
+
+
+def _populate(memory: Bytes) -> bool:
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    begin = address_of(memory)
+    return bool(call(begin, len(memory), _POPULATE_WRITE) == 0)

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A snapshot: what one rank writes, copied into the arena, and written from there as it arrives.
+
+Chunks lie in the arena in the order they are written, so that writing begins with the first unit
+while the next are still copied. Host memory is copied by a few threads; copies from a device are
+begun in order by one thread, and the device itself says of each unit when it is there: whoever
+waits for it asks the device nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.arrays import Bytes, HostSource, Source, StagedSource, Staging
+from shardkeep.columns import Ints
+from shardkeep.dtypes import lookup
+from shardkeep.engine.arena import SEGMENT, Arena
+from shardkeep.engine.filling import Chunks, Filler
+from shardkeep.engine.parallel import run_in_order
+from shardkeep.metadata import Metadata, StorageMeta
+from shardkeep.planner import (
+    BytesWriteData,
+    Place,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItems,
+)
+
+__all__ = ["Held", "Snapshot", "StagedPlanner", "hold"]
+
+HOST_UNIT = 8 << 20
+"""Bytes that one thread copies in one go."""
+DEVICE_UNIT = 128 << 20
+"""Bytes of a device that arrive together: a queue of copies has an end, at which asking waits."""
+GROUP = 1 << 16
+"""What goes into one file begins at a multiple of this, so that all of it stays aligned."""
+ITEM = 16
+"""Bytes of the largest element."""
+LOOK_S = 0.0005
+"""Between two looks at what a device says."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The chunks of a rank: the elements of each, and where in an arena they go."""
+
+    items: WriteItems
+    """What is written."""
+    rows: Ints
+    """Its chunks, in the order they lie in the arena."""
+    start: Ints
+    """Where each lies there."""
+    nbytes: Ints
+    """Bytes of each."""
+    itemsize: Ints
+    """Bytes of an element of each."""
+    sources: Sequence[Source]
+    """The elements of each."""
+    length: int
+    """Bytes of the arena that are used."""
+    values: dict[str, bytes]
+    """The encoded values, by name."""
+
+    @property
+    def on_device(self) -> Mask:
+        """Which of them are not in host memory."""
+        return np.array([isinstance(source, StagedSource) for source in self.sources], np.bool_)
+
+    def chosen(self, which: Mask) -> list[Source]:
+        """The elements of some."""
+        pairs = zip(self.sources, which.tolist(), strict=True)
+        return [source for source, is_in in pairs if is_in]
+
+    def part(self, which: Mask) -> Chunks:
+        """Some of them, as they lie in the arena."""
+        chosen = self.chosen(which)
+        return Chunks(
+            self.start[which],
+            self.nbytes[which],
+            self.itemsize[which],
+            lambda first, last: chosen[first:last],
+        )
+
+
+def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
+    """Look up all that a rank writes; `order` has, for each file, its rows as they lie in it."""
+    items = WriteItems.of(plan.items)
+    rows = np.concatenate([np.zeros(0, np.int64), *order])
+    nbytes = items.chunks.nbytes(items.tensors)[rows]
+    itemsize = items.tensors.itemsize[items.chunks.tensor[rows]]
+    start = np.zeros(len(rows), np.int64)
+    at = first = 0
+    for group in order:
+        mine = slice(first, first + len(group))
+        room = nbytes[mine]
+        begin = np.cumsum(room) - room
+        if (begin % itemsize[mine]).any():  # not in an order that keeps elements aligned
+            room = -(-room // ITEM) * ITEM
+            begin = np.cumsum(room) - room
+        start[mine] = at + begin
+        at += -(-int(room.sum()) // GROUP) * GROUP
+        first += len(group)
+    values = {
+        item.index.fqn: planner.resolve_data(item)
+        for item in (items[row] for row in range(len(items.chunks), len(items)))
+    }
+    sources = planner.sources(items, rows)
+    return Held(items, rows, start, nbytes, itemsize, sources, at, values)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Copying:
+    """Some chunks that are to come into the arena."""
+
+    chunks: Chunks
+    """Them."""
+    units: Ints
+    """The units they lie in."""
+    staging: Staging | None
+    """How they come from a device."""
+
+
+class Snapshot:
+    """Chunks on their way into the arena, and there."""
+
+    def __init__(self, held: Held, arena: Arena, unit: int, threads: int) -> None:
+        """The arena is large enough; nothing is expected yet. `threads` copy host memory."""
+        self.held = held
+        self.arena = arena
+        self.unit = unit
+        """Bytes that arrive together."""
+        self._threads = threads
+        self._missing = np.zeros(-(-held.length // unit), np.int64)
+        """Copies of each unit that are not done, or begun by a device."""
+        self._arrived: dict[int, list[Callable[[], bool]]] = {}
+        """For units that come from a device, what says that they are there."""
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def is_ready(self, staging: Staging) -> bool:
+        """Whether a device can copy to all of the arena that is used."""
+        return self.arena.is_ready(self.held.length, staging)
+
+    def duplicate(self, which: Mask, staging: Staging) -> bool:
+        """Have the device keep these chunks as they are now, if it has room for that."""
+        chosen = self.held.chosen(which)
+        doubles = staging.duplicate(chosen)  # type: ignore[arg-type]
+        if doubles is None:
+            return False
+        sources = list(self.held.sources)
+        for at, double in zip(np.flatnonzero(which).tolist(), doubles, strict=True):
+            sources[at] = double
+        self.held = replace(self.held, sources=sources)
+        return True
+
+    # --- copying
+
+    def expect(self, which: Mask, staging: Staging | None = None) -> Copying:
+        """Some chunks, without which their units are not whole."""
+        chunks = self.held.part(which)
+        units = _units_of(chunks, self.unit, len(self._missing))
+        with self._changed:
+            self._missing[units] += 1
+        return Copying(chunks, units, staging)
+
+    def copy(self, copying: Copying) -> None:
+        """Copy chunks that are expected. What comes from a device is only begun."""
+        filler = Filler(copying.chunks, copying.staging)
+        memory, unit, length = self.arena.memory, self.unit, self.held.length
+
+        def fill(number: int) -> None:
+            low = number * unit
+            high = min(low + unit, length)
+            filler.fill(low, high, memory[low:high])
+
+        if copying.staging is None:
+
+            def work(number: int) -> None:
+                fill(number)
+                self._came(number)
+
+            run_in_order(copying.units.tolist(), work, min(self._threads, len(copying.units)))
+            return
+        for number in copying.units.tolist():
+            self._make_ready(min((number + 1) * unit, length), copying.staging)
+            fill(number)
+            self._came(number, copying.staging.arrival())
+
+    def _make_ready(self, nbytes: int, staging: Staging) -> None:
+        if not self.arena.is_ready(nbytes, staging):
+            nbytes = min(-(-nbytes // SEGMENT) * SEGMENT, len(self.arena.memory))
+            self.arena.prepare(nbytes, staging, self._threads)
+
+    def _came(self, number: int, arrived: Callable[[], bool] | None = None) -> None:
+        with self._changed:
+            if arrived is not None:
+                self._arrived.setdefault(number, []).append(arrived)
+            self._missing[number] -= 1
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """What is not there yet will never be: whoever waits for it gets this error."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def forget_sources(self) -> None:
+        """Everything is there: the caller's arrays are not kept any longer."""
+        self.held = replace(self.held, sources=())
+
+    # --- waiting
+
+    def wait(self, low: int = 0, high: int | None = None) -> None:
+        """Until the bytes [low, high) of the arena are there."""
+        high = self.held.length if high is None else high
+        first, last = low // self.unit, -(-high // self.unit)
+        with self._changed:
+            while self._missing[first:last].any():
+                self._check()
+                self._changed.wait()
+        for number in range(first, last):
+            for arrived in self._arrived.get(number, ()):
+                while not arrived():
+                    with self._changed:
+                        self._check()
+                        self._changed.wait(LOOK_S)
+        self._check()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _units_of(chunks: Chunks, unit: int, count: int) -> Ints:
+    """The units that chunks lie in."""
+    edges = np.zeros(count + 1, np.int64)
+    np.add.at(edges, chunks.start // unit, 1)
+    np.add.at(edges, (chunks.start + chunks.nbytes - 1) // unit + 1, -1)
+    return np.flatnonzero(np.cumsum(edges[:-1]))
+
+
+@dataclass(frozen=True, eq=False)
+class _LargeSource:
+    """A chunk in the arena, of which a part may be there before the rest."""
+
+    snapshot: Snapshot
+    start: int
+    array: npt.NDArray[np.generic]
+
+    def read_into(self, start: int, stop: int, out: Bytes) -> None:
+        """Wait for these elements only."""
+        item = self.array.itemsize
+        self.snapshot.wait(self.start + start * item, self.start + stop * item)
+        HostSource(self.array).read_into(start, stop, out)
+
+    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
+        """Wait for all of it."""
+        self.snapshot.wait(self.start, self.start + self.array.nbytes)
+        return HostSource(self.array).part(offsets, sizes)
+
+
+class StagedPlanner(SavePlanner):
+    """Stands in for a planner once its elements are in an arena, or on their way there."""
+
+    def __init__(self, snapshot: Snapshot, features: frozenset[str]) -> None:
+        """`features` are those of the planner that made the plan."""
+        self.snapshot = snapshot
+        self._features = features
+        held = snapshot.held
+        self._place = np.zeros(len(held.items.chunks), np.int64)
+        self._place[held.rows] = np.arange(len(held.rows))
+        self._by_key: dict[tuple[str, tuple[int, ...] | None], int] | None = None
+
+    @property
+    def features(self) -> frozenset[str]:
+        """As before."""
+        return self._features
+
+    def set_up_planner(
+        self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
+    ) -> None:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def create_local_plan(self) -> SavePlan:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def places(self, rows: Ints) -> Ints:
+        """Where in the arena chunks of the plan lie."""
+        return self.snapshot.held.start[self._place[rows]]
+
+    def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
+        """Chunks of the plan, in the arena; waits for small ones."""
+        snapshot, held = self.snapshot, self.snapshot.held
+        place = self._place[rows]
+        start, nbytes = held.start[place], held.nbytes[place]
+        tensor = items.chunks.tensor[rows]
+        bits = [lookup(kind.dtype).bits().newbyteorder("<") for kind in items.tensors.kinds]
+        small = nbytes <= snapshot.unit
+        if small.any():
+            snapshot.wait(int(start[small].min()), int((start + nbytes)[small].max()))
+        memory = snapshot.arena.memory
+        columns = zip(
+            start.tolist(),
+            nbytes.tolist(),
+            items.tensors.kind[tensor].tolist(),
+            small.tolist(),
+            rows.tolist(),
+            strict=True,
+        )
+        out: list[Source] = []
+        for at, length, kind, is_small, row in columns:
+            array = memory[at : at + length].view(bits[kind])
+            if is_small:
+                out.append(HostSource(array))
+            else:
+                shape = items.chunks.boxes[row].sizes
+                out.append(_LargeSource(snapshot, at, array.reshape(shape)))
+        return out
+
+    def resolve_data(self, write_item: WriteItem) -> Source | bytes:
+        """By name and offsets."""
+        held = self.snapshot.held
+        if isinstance(write_item.data, BytesWriteData):
+            return held.values[write_item.index.fqn]
+        if self._by_key is None:
+            names, boxes = held.items.tensors.names, held.items.chunks.boxes
+            tensor = held.items.chunks.tensor.tolist()
+            self._by_key = {
+                (names[tensor[row]], boxes[row].offsets): row for row in range(len(tensor))
+            }
+        row = self._by_key[write_item.index.fqn, write_item.data.chunk.offsets]
+        source = self.sources(held.items, np.array([row]))[0]
+        if isinstance(source, HostSource):
+            return HostSource(source.array.reshape(write_item.data.chunk.sizes))
+        return source
