@@ -57,6 +57,7 @@ _HOMES = {
         "SavePlanner",
         "WriteItem",
     ),
+    "preemption": ("catch_preemption",),
     "saving": ("SaveResult",),
     "sharding": (
         "ChunkShardingSpec",
@@ -138,6 +139,7 @@ __all__ = [
     "WriteResult",
     "__version__",
     "async_save",
+    "catch_preemption",
     "flush",
     "gc",
     "load",
@@ -209,6 +211,7 @@ if TYPE_CHECKING:
         SavePlanner,
         WriteItem,
     )
+    from shardkeep.preemption import catch_preemption
     from shardkeep.saving import SaveResult
     from shardkeep.sharding import (
         ChunkShardingSpec,

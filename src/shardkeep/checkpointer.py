@@ -30,6 +30,7 @@ from shardkeep.handles import SaveHandle
 from shardkeep.loading import LoadResult, run_load
 from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlanner, SavePlanner
+from shardkeep.preemption import is_preempted
 from shardkeep.progress import Progress, tracked
 from shardkeep.saving import SaveResult, Saving, run_save
 from shardkeep.storage import (
@@ -157,6 +158,18 @@ class Checkpointer:
         coordinator = background.coordinator
         with coordinator.call("prewarm"):
             background.prewarm(state_dict, planner or DefaultSavePlanner(), NativeWriter("prewarm"))
+
+    def should_stop(self) -> bool:
+        """Whether any rank was told to stop (`shardkeep.catch_preemption`): the same on all ranks.
+
+        Collective: to be asked at a step boundary, by every rank.
+        """
+
+        def join(told: list[bytes]) -> list[bytes]:
+            return [b"stop" if b"stop" in told else b""] * len(told)
+
+        mine = b"stop" if is_preempted() else b""
+        return self._coordinator.gather_scatter("should stop", lambda: mine, join) == b"stop"
 
     def _behind(self) -> Background:
         if self._background is None:
