@@ -46,7 +46,7 @@ from shardkeep.planning import PlanMemory, Planning
 from shardkeep.saving import SaveCancelled, SaveResult, Saving
 from shardkeep.storage import StorageWriter
 
-__all__ = ["Background", "OnOverlap", "SnapshotKind", "WriterKind"]
+__all__ = ["Background", "OnOverlap", "SnapshotKind", "WriterKind", "wait_turn"]
 
 log = logging.getLogger("shardkeep")
 
@@ -60,21 +60,28 @@ EXIT_VARIABLE = "SHARDKEEP_EXIT_TIMEOUT_S"
 EXIT_S = 600.0
 """How long the end of the program waits for a save that is still running."""
 
+OF_GROUP = "background"
+"""What a group's memory calls the saves in its background."""
+
 _YES, _NO = b"\1", b"\0"
 
 
 class Background:
     """The saves in the background of one `Checkpointer`: one at a time, and one arena."""
 
-    def __init__(self, coordinator: Coordinator, writer: WriterKind = "thread") -> None:
-        """`coordinator` is used by nobody else while a save is running."""
-        self.coordinator = coordinator
+    def __init__(self, group: Coordinator, writer: WriterKind = "thread") -> None:
+        """Saves go over a twin of the group's coordinator; if it has none, over itself."""
+        twin = getattr(group, "twin", None)
+        self.coordinator: Coordinator = group if twin is None else twin()
+        """Used by nobody else while a save is running."""
+        self.shares = twin is None
+        """Whether it is the group's own, so that other calls must wait."""
         self.arena = Arena(shared=writer == "process")
         self._last: SaveHandle | None = None
         self._run: _Run | None = None
         self._content = ("", "")
         """Digest of all tensors of the last save, and where it went; on the coordinator."""
-        _alive.add(self)
+        group.memory.setdefault(OF_GROUP, _Several()).add(self)
 
     # --- between saves
 
@@ -107,9 +114,13 @@ class Background:
             raise error
 
     def close(self) -> None:
-        """Wait for the save that is running, and let go of the arena."""
+        """Wait for the save that is running, and let go of all but what became of it."""
         self.wait()
+        if self._run is not None:
+            self._run.join()
         self.arena.close()
+        if not self.shares:
+            self.coordinator.close()
         _alive.discard(self)
 
     # --- a save
@@ -136,19 +147,21 @@ class Background:
         end of the save, or here if there is an error.
         """
         begun = time.perf_counter()
+        _alive.add(self)
         with inside:
             if self._run is not None:
                 self._run.join()
             if isinstance(saving.planner, DefaultSavePlanner):
                 saving.planner.waits = False
             plan, held = self._plan(saving)
-            staging = saving.planner.staging
-            unit = HOST_UNIT if staging is None else DEVICE_UNIT
-            taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
-            steps = _steps(taken, staging, kind, saving)
-            run = _Run(saving, plan, taken, steps, staging, self._compare, begun)
-            self._last, self._run = run.handle, run
-            run.start(inside.pop_all())
+            with saving.aborting():
+                staging = saving.planner.staging
+                unit = HOST_UNIT if staging is None else DEVICE_UNIT
+                taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
+                steps = _steps(taken, staging, kind, saving)
+                run = _Run(saving, plan, taken, steps, staging, self._compare, begun)
+                self._last, self._run = run.handle, run
+                run.start(inside.pop_all())
         run.take()
         return run.handle
 
@@ -181,12 +194,9 @@ class Background:
             def decide(told: list[bytes]) -> list[bytes]:
                 return [_NO if _NO in told else _YES] * len(told)
 
-            try:
+            with saving.aborting():
                 if self.coordinator.gather_scatter("take snapshot", look, decide) == _YES:
                     return plan, found[0]
-            except BaseException:
-                saving.writer.abort()
-                raise
             saving.start_over()
 
 
@@ -262,6 +272,7 @@ class _Run:
         try:
             writing.start()
         except BaseException as error:
+            self.handle.mark_seen()  # it is raised here
             self.handle.end(error)
             with inside:
                 raise
@@ -293,29 +304,37 @@ class _Run:
             for copying in steps.begun:
                 taken.copy(copying)
             if any(len(copying.units) for copying in (*steps.begun, *steps.later)):
-                self._stager = threading.Thread(
+                stager = threading.Thread(
                     target=self._take_rest, name="shardkeep-stage", daemon=True
                 )
-                self._stager.start()
+                stager.start()
+                self._stager = stager
             else:
                 self._taken_all()
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
+                self.handle.mark_seen()  # it is raised here
                 raise
         self._stall_s = time.perf_counter() - self._begun
 
     def _fail(self, error: BaseException) -> None:
         self._taken.fail(error)
+        self._release()
         with contextlib.suppress(InvalidStateError):  # the save failed first
             self.handle.staged.set_exception(error)
 
     def _taken_all(self) -> None:
-        """The state may change, or go: nothing of it is kept here."""
+        """The state may change, or go."""
+        self._release()
+        with contextlib.suppress(InvalidStateError):  # the save failed first
+            self.handle.staged.set_result(None)
+
+    def _release(self) -> None:
+        """Nothing of the state is kept here."""
         self._taken.forget_sources()
         self._steps = _Steps([], [], [], lambda: ())
         self._saving.release_state()
-        self.handle.staged.set_result(None)
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -371,7 +390,24 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
+class _Several(weakref.WeakSet[Background]):
+    """Those of one group, in the group's memory."""
+
+    def close(self) -> None:
+        """Called when the group is let go of."""
+        for background in list(self):
+            background.close()
+
+
+def wait_turn(group: Coordinator) -> None:
+    """Until a call can be made: a coordinator without a twin does one thing at a time."""
+    for background in list(group.memory.get(OF_GROUP, ())):
+        if background.shares:
+            background.wait()
+
+
 _alive: weakref.WeakSet[Background] = weakref.WeakSet()
+"""Those whose saves the end of the program waits for."""
 
 
 @atexit.register
@@ -383,9 +419,10 @@ def _complete_all() -> None:
     deadline = time.monotonic() + exit_timeout_s()
     for background in running:
         if not background.wait(max(0.0, deadline - time.monotonic())):
-            text = f"shardkeep: the program ended before {background.where} was saved"
-            log.error(text)
-            print(text, file=sys.stderr)
+            text = f"the program ended before {background.where} was saved"
+            print(f"shardkeep: {text}", file=sys.stderr)
+            if log.hasHandlers():
+                log.error(text)
 
 
 def exit_timeout_s() -> float:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind
+from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
 from shardkeep.checkpoint import Checkpoint
 from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
@@ -85,6 +85,7 @@ class Checkpointer:
         progress: Progress = None,
     ) -> SaveResult:
         """Save a nested state; see `shardkeep.save`."""
+        wait_turn(self._coordinator)
         # What is refused on this rank alone, before the first step, reaches the others too.
         with self._coordinator.call("save"):
             self._raise_unseen()
@@ -168,12 +169,14 @@ class Checkpointer:
         def join(told: list[bytes]) -> list[bytes]:
             return [b"stop" if b"stop" in told else b""] * len(told)
 
+        wait_turn(self._coordinator)
         mine = b"stop" if is_preempted() else b""
         return self._coordinator.gather_scatter("should stop", lambda: mine, join) == b"stop"
 
     def _behind(self) -> Background:
         if self._background is None:
-            self._background = Background(self._coordinator.twin(), self._writer)
+            self._background = Background(self._coordinator, self._writer)
+        wait_turn(self._coordinator)
         return self._background
 
     def _raise_unseen(self) -> None:
@@ -239,7 +242,7 @@ class Checkpointer:
             tracked(progress, "saving") as counter,
             self._lent(coordinator, writer, counter, budget, overwrite=overwrite),
         ):
-            yield Saving(
+            saving = Saving(
                 state_dict,
                 checkpoint_id=where,
                 writer=writer,
@@ -249,6 +252,8 @@ class Checkpointer:
                 read_metadata=_metadata_of(where),
                 planned=counter.expect,
             )
+            del state_dict  # it may go before the save ends
+            yield saving
 
     def load(
         self,
@@ -281,6 +286,7 @@ class Checkpointer:
             "read_once": read_once,
             "version": _version(),
         }
+        wait_turn(self._coordinator)
         with self._coordinator.call("load"):
             if planner is None:
                 planner = DefaultLoadPlanner(

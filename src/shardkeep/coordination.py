@@ -86,7 +86,8 @@ class Coordinator(Protocol):
     def twin(self) -> Coordinator:
         """Another one of the same ranks, for calls beside the calls of this one.
 
-        Made by all ranks in the same order. Remembers what this one does.
+        Made by all ranks in the same order. Remembers what this one does. May be missing: then
+        other calls wait for the save in the background, and it never overlaps with another.
         """
 
     def close(self) -> None:
@@ -247,7 +248,11 @@ class Ranks:
             self._control.add(f"{call.number}/left", 1)
             if self.rank == 0:
                 expected = self.world_size - len(silent)
-                self._control.count(f"{call.number}/left", expected, self.patience.linger_s)
+                left_by = self._control.count(
+                    f"{call.number}/left", expected, self.patience.linger_s
+                )
+                if left_by < expected:
+                    self._old_keys = []  # somebody may still read them
 
     def advance(self, nbytes: int) -> None:
         """Progress, told to others with the next heartbeat."""

@@ -187,14 +187,16 @@ class DefaultSavePlanner(SavePlanner):
     ) -> tuple[npt.NDArray[np.bool_], Callable[[], list[str]]]:
         """Which chunks only an optimizer's step changes, and what names those that were changed
         since."""
-        holding = self._holding
-        which = holding.stepped(items.chunks.source[rows])
-        names = {items.tensors.names[row] for row in items.chunks.tensor[rows[which]].tolist()}
+        holding, pieces = self._holding, items.chunks.source[rows]
+        which = holding.stepped(pieces)
+        stored = [items.tensors.names[row] for row in items.chunks.tensor[rows[which]].tolist()]
+        # By what they are here: the names they are stored under may be others.
+        names = dict(zip(holding.look.tensor[pieces[which]].tolist(), stored, strict=True))
         before = holding.versions()
 
         def changed() -> list[str]:
             after = holding.versions()
-            return sorted(name for name in names if after.get(name) != before.get(name))
+            return sorted(name for row, name in names.items() if after[row] != before[row])
 
         return which, changed
 

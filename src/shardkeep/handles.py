@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Generator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future, InvalidStateError, wait
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ class SaveHandle(Future[SaveResult]):
         """Where it goes."""
         self.staged: Future[None] = Future()
         """Done once every byte is in memory of ours: the state may change from then on."""
+        self.staged.set_running_or_notify_cancel()  # cannot be cancelled by itself
         self.skipped = False
         """Whether it was never begun, because another was running: `on_overlap="skip"`."""
         self._cancelling = threading.Event()
@@ -56,6 +58,10 @@ class SaveHandle(Future[SaveResult]):
             return False
         self._cancelling.set()
         return True
+
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return not self.done()
 
     def result(self, timeout: float | None = None) -> SaveResult:
         """What the save did, once it is committed everywhere; or its error."""
@@ -89,11 +95,11 @@ class SaveHandle(Future[SaveResult]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait; the save's error is raised unless there is another one."""
-        if error is None:
+        """Wait; the save's error is raised unless there is another one, or it was cancelled."""
+        wait([self])
+        self.mark_seen()
+        if error is None and not self.cancelled():
             self.result()
-        else:
-            self.exception()
 
     # --- for whoever runs it
 
@@ -101,6 +107,10 @@ class SaveHandle(Future[SaveResult]):
     def is_cancelling(self) -> bool:
         """Whether somebody asked for an end."""
         return self._cancelling.is_set()
+
+    def mark_seen(self) -> None:
+        """Whoever must know how it ended knows."""
+        self._seen = True
 
     def unseen_error(self) -> BaseException | None:
         """What went wrong, if nobody has looked; from now on it counts as seen."""
@@ -110,15 +120,13 @@ class SaveHandle(Future[SaveResult]):
 
     def end(self, outcome: SaveResult | BaseException | None) -> None:
         """The save has ended: well, with an error, or cancelled."""
+        if isinstance(outcome, SaveResult):
+            self.set_result(outcome)
+            return
+        with contextlib.suppress(InvalidStateError):  # it was staged, also if only just now
+            self.staged.set_exception(CancelledError() if outcome is None else outcome)
         if outcome is None:
             super().cancel()
             self.set_running_or_notify_cancel()
-            if not self.staged.done():
-                self.staged.cancel()
-                self.staged.set_running_or_notify_cancel()
-        elif isinstance(outcome, BaseException):
-            if not self.staged.done():
-                self.staged.set_exception(outcome)
-            self.set_exception(outcome)
         else:
-            self.set_result(outcome)
+            self.set_exception(outcome)

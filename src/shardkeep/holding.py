@@ -282,11 +282,9 @@ class Holding:
         found = self._by_adapter(lambda adapter, arrays: adapter.stepped(arrays))
         return np.array(found, np.bool_)[self.look.tensor[numbers]]
 
-    def versions(self) -> dict[str, int | None]:
-        """For each tensor by name, a number that grows when it is changed in place."""
-        found = self._by_adapter(lambda adapter, arrays: adapter.versions(arrays))
-        names = self.flat.structure.names
-        return {names[leaf]: n for leaf, n in zip(self.look.tensor_leaf, found, strict=True)}
+    def versions(self) -> list[int | None]:
+        """For each tensor, a number that grows when it is changed in place."""
+        return self._by_adapter(lambda adapter, arrays: adapter.versions(arrays))
 
     def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)

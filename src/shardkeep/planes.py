@@ -83,10 +83,15 @@ class Helper:
     def run(self, work: Callable[[], T], tick: Callable[[], None], tick_s: float) -> T:
         """What `work` returns or raises; until then `tick` is called at intervals and may raise."""
         if self._work is None:
-            self._work = queue.SimpleQueue()
-            threading.Thread(
-                target=_serve, args=(self._work,), name="shardkeep-helper", daemon=True
-            ).start()
+            todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] = queue.SimpleQueue()
+            thread = threading.Thread(
+                target=_serve, args=(todo,), name="shardkeep-helper", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                return work()  # the program is ending: without a look around
+            self._work = todo
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._work.put((work, answer))
         try:

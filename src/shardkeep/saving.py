@@ -111,7 +111,7 @@ class Saving:
         planning = Planning(self._state, writer, self.planner, coordinator, memory)
         self._planning, self._clock = planning, _Clock()
         asked = {"checkpoint_id": self.checkpoint_id, **self._options}
-        with self._aborting():
+        with self.aborting():
             answer = coordinator.gather_scatter(
                 "set up",
                 lambda: name_host(encode_asked(asked)),
@@ -152,7 +152,7 @@ class Saving:
         def wrote() -> bytes:
             return _CANCELLED if is_cancelled() else _encode_results(results)
 
-        with self._aborting(lambda: committing):
+        with self.aborting(lambda: committing):
             coordinator.agree("write", write)
             self._clock.lap("write")
             committing = True
@@ -184,7 +184,8 @@ class Saving:
         self.writer.reset(self.checkpoint_id)
 
     @contextlib.contextmanager
-    def _aborting(self, committing: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    def aborting(self, committing: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Have storage clean up after an error in what is done inside."""
         try:
             yield
         except BaseException:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from shardkeep.adapters import torch_steps
 from shardkeep.adapters.dtensor_layout import (
     Placement,
     StridedShard,
@@ -115,9 +116,12 @@ class TorchDistributed(NotComposite):
         return [bool(mine) and all([next(found) for _ in mine]) for mine in parts]
 
     def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """Those of the local parts together."""
-        parts = [TENSORS.versions(_kind(value).locals(value)) for value in values]
-        return [None if None in mine else sum(mine) for mine in parts]  # type: ignore[arg-type]
+        """Their own, which torch counts, and those of the local parts, whose optimizer does."""
+        found = []
+        for value in values:
+            parts = [value] if isinstance(value, torch.Tensor) else []
+            found.append(sum(torch_steps.versions([*parts, *_kind(value).locals(value)])))
+        return found
 
     def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""

@@ -3,24 +3,43 @@
 
 A state dict does not say which of its tensors are parameters, so the optimizers of this process are
 asked for theirs. They are found among the objects that Python's collector knows, once for every set
-of tensors that no known optimizer owns, and never kept alive.
+of tensors that no known optimizer owns, and never kept alive. Each gets a hook that counts its
+steps: torch does not count what happens inside a DTensor.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["stepped", "versions"]
+__all__ = ["before_step", "stepped", "versions"]
 
 _Place = tuple[str, int]
 """A device, and where a storage begins there."""
 
-_known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_nobodys: set[_Place] = set()
+
+class _Steps:
+    """The steps of one optimizer."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        self.awaited: list[Callable[[], object]] = []
+        """What the next one waits for."""
+
+    def begin(self, *_: Any) -> None:
+        awaited, self.awaited = self.awaited, []
+        for wait in awaited:
+            wait()
+        self.begun += 1
+
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
+_nobodys: set[_Place | None] = set()
 """Places of tensors that no optimizer owned when we last looked for more of them."""
 
 
@@ -37,28 +56,53 @@ def stepped(values: Sequence[torch.Tensor]) -> list[bool]:
     return [place in owned for place in places]
 
 
-def versions(values: Sequence[torch.Tensor]) -> list[int | None]:
-    """How often each was changed in place, as far as torch counts that."""
-    return [None if value.is_inference() else value._version for value in values]
+def versions(values: Sequence[torch.Tensor]) -> list[int]:
+    """A number for each that grows when it is changed in place, or by a step of its optimizer."""
+    owned = _owned()
+    steps = [owned.get(_place(value)) for value in values]
+    return [
+        (0 if value.is_inference() else value._version) + (0 if of is None else of.begun)
+        for value, of in zip(values, steps, strict=True)
+    ]
 
 
-def _place(value: torch.Tensor) -> _Place:
-    return str(value.device), value.untyped_storage().data_ptr()
+def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
+    """Have the next step of an optimizer begin with a call."""
+    _know(optimizer).awaited.append(wait)
+
+
+def _place(value: torch.Tensor) -> _Place | None:
+    try:
+        return str(value.device), value.untyped_storage().data_ptr()
+    except Exception:  # a class may refuse anything, as parameters without a shape do
+        return None
+
+
+def _know(optimizer: torch.optim.Optimizer) -> _Steps:
+    steps = _known.get(optimizer)
+    if steps is None:
+        steps = _Steps()
+        optimizer.register_step_pre_hook(steps.begin)
+        _known[optimizer] = steps
+    return steps
 
 
 def _find() -> None:
     for found in gc.get_objects():
         # By its type alone: an object may do anything when asked for its class.
         if issubclass(type(found), torch.optim.Optimizer):
-            _known.add(found)
+            with contextlib.suppress(AttributeError):  # one that is only half made
+                _know(found)
 
 
-def _owned() -> set[_Place]:
-    return {
-        _place(getattr(tensor, "_local_tensor", tensor))
-        for optimizer in list(_known)
+def _owned() -> dict[_Place | None, _Steps]:
+    owned: dict[_Place | None, _Steps] = {
+        _place(getattr(tensor, "_local_tensor", tensor)): steps
+        for optimizer, steps in list(_known.items())
         for tensor in _tensors_of(optimizer)
     }
+    owned.pop(None, None)
+    return owned
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

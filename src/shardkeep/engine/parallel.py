@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks on threads: many on a few, in order, up to the first error; handed on; one behind."""
+"""Tasks on threads: many on a few, in order, up to the first error; handed on; one behind.
+
+Where no thread can be started any more, because the program is ending or has too many, the caller
+does the work itself.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +64,10 @@ def run_in_order(
         try:
             for number in range(threads):
                 thread = threading.Thread(target=worker, name=f"shardkeep-io-{number}", daemon=True)
-                started.append(thread)
-                thread.start()
+                if not _start(thread, started):
+                    break
+            if not started:
+                worker()
             first = _wait(started, ended)
         except BaseException as interrupt:
             first = interrupt
@@ -70,6 +76,17 @@ def run_in_order(
             on_stop()
             _leave(started)
             raise first
+
+
+def _start(thread: threading.Thread, started: list[threading.Thread]) -> bool:
+    """Start one more, unless the system refuses. An interrupted one counts as started."""
+    started.append(thread)
+    try:
+        thread.start()
+    except RuntimeError:
+        started.pop()
+        return False
+    return True
 
 
 def _leave(started: list[threading.Thread]) -> None:
@@ -119,9 +136,11 @@ class Crew(Generic[T]):
         ]
 
     def __enter__(self) -> Crew[T]:
+        wanted, self._threads = self._threads, []
         try:
-            for thread in self._threads:
-                thread.start()
+            for thread in wanted:
+                if not _start(thread, self._threads):
+                    break
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -188,8 +207,11 @@ class Behind:
             except BaseException as error:
                 self._errors.append(error)
 
-        self._thread = threading.Thread(target=worker, name="shardkeep-behind", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=worker, name="shardkeep-behind", daemon=True)
+        if _start(thread, []):
+            self._thread = thread
+        else:
+            worker()
 
     def wait(self) -> None:
         """Return when the task has ended; its error is raised here, once."""

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from shardkeep.adapters.torch_steps import before_step
 
 if TYPE_CHECKING:
     import torch
@@ -21,9 +23,5 @@ def guard(optimizer: torch.optim.Optimizer, handle: SaveHandle) -> None:
     failed snapshot does not stop the step: the handle tells of it.
     """
 
-    def wait(*_: Any) -> None:
-        hook.remove()
-        handle.staged.exception()
-
     if not handle.staged.done():
-        hook = optimizer.register_step_pre_hook(wait)
+        before_step(optimizer, handle.staged.exception)
