@@ -117,11 +117,12 @@ class TorchDistributed(NotComposite):
 
     def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
         """Their own, which torch counts, and those of the local parts, whose optimizer does."""
-        found = []
-        for value in values:
-            parts = [value] if isinstance(value, torch.Tensor) else []
-            found.append(sum(torch_steps.versions([*parts, *_kind(value).locals(value)])))
-        return found
+        parts = [
+            [*([value] if isinstance(value, torch.Tensor) else []), *_kind(value).locals(value)]
+            for value in values
+        ]
+        found = iter(torch_steps.versions([part for mine in parts for part in mine]))
+        return [sum([next(found) for _ in mine]) for mine in parts]
 
     def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""
