@@ -261,6 +261,7 @@ class _Run:
         self._compare = compare
         self._begun = begun
         self._stall_s = 0.0
+        self._is_committing = False
         self._stager: threading.Thread | None = None
 
     def start(self, inside: contextlib.ExitStack) -> None:
@@ -285,7 +286,7 @@ class _Run:
             return
 
         def count(nbytes: int) -> None:
-            if self.handle.is_cancelling:
+            if self.handle.is_cancelling and not self._is_committing:
                 raise SaveCancelled
             shown(nbytes)
 
@@ -362,6 +363,12 @@ class _Run:
         except BaseException as error:
             self._fail(error)
 
+    def _is_cancelled(self) -> bool:
+        """Asked once, when all is written; what comes later comes too late."""
+        cancelled = self.handle.is_cancelling
+        self._is_committing = not cancelled
+        return cancelled
+
     def _write(self, inside: contextlib.ExitStack) -> None:
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
@@ -369,7 +376,7 @@ class _Run:
             with inside:
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
-                    self._plan, planner, lambda: handle.is_cancelling, handle.wait_staged
+                    self._plan, planner, self._is_cancelled, handle.wait_staged
                 )
                 assert result is not None
                 outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
