@@ -24,6 +24,8 @@ from shardkeep import (
     StorageError,
     ThreadRanks,
 )
+from shardkeep.dtypes import lookup
+from shardkeep.formats.native.layout import Limits
 from shardkeep.storage import StorageWriter
 
 
@@ -167,9 +169,8 @@ def test_it_can_be_awaited(tmp_path, keeper, disk):
 
 @pytest.mark.parametrize("when", ["before", "during"])
 def test_a_cancelled_save_leaves_nothing(tmp_path, keeper, disk, when, caplog):
-    limits = shardkeep.formats.native.layout.Limits(payload=4000)
     many = {f"t{n}": np.full(1000, n) for n in range(20)}
-    writer = NativeWriter(tmp_path / "a", limits=limits)
+    writer = NativeWriter(tmp_path / "a", limits=Limits(payload=4000))
     disk.hold()
     handle = keeper.async_save(many, storage_writer=writer)
     if when == "during":
@@ -405,10 +406,9 @@ def test_no_thread_but_that_of_the_save(tmp_path, keeper, monkeypatch):
         refused.append(self.name)
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    limits = shardkeep.formats.native.layout.Limits(payload=20 << 20)
     many = {f"t{n}": np.full(3 << 20, n, np.int32) for n in range(4)}
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    writer = NativeWriter(tmp_path, limits=limits)
+    writer = NativeWriter(tmp_path, limits=Limits(payload=20 << 20))
     keeper.async_save(many, storage_writer=writer).result(60)
     kinds = {name.rsplit("-", 1)[0] for name in refused}
     assert {"shardkeep-io", "shardkeep-write"} <= kinds
@@ -448,7 +448,7 @@ class Plain(StorageWriter):
             if not isinstance(data, bytes):
                 chunk = item.data.chunk
                 count = int(np.prod(chunk.sizes, dtype=np.int64))
-                size = shardkeep.dtypes.lookup(item.data.properties.dtype).itemsize
+                size = lookup(item.data.properties.dtype).itemsize
                 out = np.empty(count * size, np.uint8)
                 data.read_into(0, count, out)
                 data = out.tobytes()

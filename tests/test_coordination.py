@@ -362,3 +362,17 @@ def test_failures_of_one_class_stay_that_class():
     mixed = merge_failures([describe(StorageError("full"), 0), describe(ValueError("x"), 3)])
     assert isinstance(mixed, RankError)
     assert dict(mixed.failures) == {0: "StorageError: full", 3: "ValueError: x"}
+
+
+def test_a_helper_without_a_thread_works_itself(monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    helper = Helper()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert helper.run(threading.get_ident, lambda: None, 0.01) == threading.get_ident()
+        with pytest.raises(KeyError):
+            helper.run(lambda: {}[1], lambda: None, 0.01)
+    assert helper.run(threading.get_ident, lambda: None, 0.01) != threading.get_ident()
+    helper.stop()

@@ -222,3 +222,67 @@ def test_an_interrupt_while_a_thread_starts_stays_one(monkeypatch, started):
         run_in_order(range(3), lambda _: None, 2)
     with pytest.raises(KeyboardInterrupt), Crew(print, print, 2, "test"):
         pass
+
+
+@pytest.fixture(params=[0, 1, 3])
+def few_threads(request, monkeypatch):
+    """So many threads can be started, and no more."""
+    start, left = threading.Thread.start, [request.param]
+
+    def limited(self):
+        if not left[0]:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+        left[0] -= 1
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return request.param
+
+
+def test_tasks_are_done_with_the_threads_there_are(few_threads):
+    done, names = [], set()
+
+    def work(task):
+        done.append(task)
+        names.add(threading.current_thread().name)
+
+    run_in_order(range(50), work, 4)
+    assert sorted(done) == list(range(50))
+    assert (threading.current_thread().name in names) is (few_threads == 0)
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, KeyboardInterrupt])
+def test_errors_of_work_stay_errors_where_threads_are_few(few_threads, kind):
+    stopped = []
+
+    def work(task):
+        if task == 3:
+            raise kind("of the work")
+
+    with pytest.raises(kind, match="of the work"):
+        run_in_order(range(50), work, 4, lambda: stopped.append(True))
+    assert stopped == [True]
+
+
+def test_a_crew_of_those_there_are(few_threads):
+    done = []
+    with Crew(done.append, pytest.fail, 4, "test") as crew:
+        for task in range(50):
+            crew.hand(task)
+    assert sorted(done) == list(range(50))
+
+
+def test_nobody_behind(few_threads):
+    done, behind = [], Behind()
+    for task in range(5):
+        behind.run(lambda task=task: done.append(task))
+    behind.wait()
+    assert done == list(range(5))
+
+    def fail():
+        raise OSError("disk")
+
+    behind.run(fail)
+    with pytest.raises(OSError, match="disk"):
+        behind.wait()
+    behind.give_up()

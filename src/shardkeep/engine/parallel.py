@@ -207,10 +207,9 @@ class Behind:
             except BaseException as error:
                 self._errors.append(error)
 
-        thread = threading.Thread(target=worker, name="shardkeep-behind", daemon=True)
-        if _start(thread, []):
-            self._thread = thread
-        else:
+        self._thread = threading.Thread(target=worker, name="shardkeep-behind", daemon=True)
+        if not _start(self._thread, []):
+            self._thread = None
             worker()
 
     def wait(self) -> None:

@@ -66,6 +66,8 @@ class WriteFile:
         self._alignment = 1
         self._turning = threading.Lock()
         self._closer = weakref.finalize(self, os.close, fd)
+        # Not under a save that the end of the program waits for.
+        self._closer.atexit = False
 
     def detach(self) -> int:
         """Give the descriptor to somebody else, who closes it."""

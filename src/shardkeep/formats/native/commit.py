@@ -109,7 +109,7 @@ class Lease:
             daemon=True,
         )
         # A lease that nobody holds any more must not stay fresh, whatever interrupted its holder.
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, self._stop.set).atexit = False
         try:
             self._keeper.start()
         except BaseException:
