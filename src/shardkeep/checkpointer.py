@@ -87,9 +87,9 @@ class Checkpointer:
         """Save a nested state; see `shardkeep.save`."""
         wait_turn(self._coordinator)
         # What is refused on this rank alone, before the first step, reaches the others too.
-        with self._coordinator.call("save"):
-            self._raise_unseen()
-            with self._begun(
+        with (
+            self._coordinator.call("save"),
+            self._begun(
                 self._coordinator,
                 state_dict,
                 checkpoint_id,
@@ -100,8 +100,9 @@ class Checkpointer:
                 check_replicas,
                 memory_budget,
                 progress,
-            ) as saving:
-                return run_save(saving, self._coordinator)
+            ) as saving,
+        ):
+            return run_save(saving, self._coordinator)
 
     def async_save(
         self,
@@ -133,7 +134,6 @@ class Checkpointer:
         coordinator = background.coordinator
         with contextlib.ExitStack() as inside:
             inside.enter_context(coordinator.call("async_save"))
-            self._raise_unseen()
             saving = inside.enter_context(
                 self._begun(
                     coordinator,
@@ -251,6 +251,7 @@ class Checkpointer:
                 options=options,
                 read_metadata=_metadata_of(where),
                 planned=counter.expect,
+                look_back=self._raise_unseen,
             )
             del state_dict  # it may go before the save ends
             yield saving

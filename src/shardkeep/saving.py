@@ -90,8 +90,9 @@ class Saving:
         options: Mapping[str, Any],
         read_metadata: Callable[[str], Metadata],
         planned: Callable[[int], None] = lambda nbytes: None,
+        look_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Nothing is done yet."""
+        """Nothing is done yet. What `look_back` raises, on any rank, is raised on all instead."""
         self.checkpoint_id = checkpoint_id
         self.writer = writer
         self.planner = planner
@@ -100,6 +101,7 @@ class Saving:
         self._options = options
         self._read_metadata = read_metadata
         self._planned = planned
+        self._look_back = look_back
         self._place = Place(coordinator.rank, coordinator.world_size)
         self._clock = _Clock()
         self._planning: Planning | None = None
@@ -110,11 +112,15 @@ class Saving:
         memory = coordinator.memory.setdefault("plan", PlanMemory())
         planning = Planning(self._state, writer, self.planner, coordinator, memory)
         self._planning, self._clock = planning, _Clock()
-        asked = {"checkpoint_id": self.checkpoint_id, **self._options}
+
+        def ask() -> bytes:
+            self._look_back()
+            return name_host(encode_asked({"checkpoint_id": self.checkpoint_id, **self._options}))
+
         with self.aborting():
             answer = coordinator.gather_scatter(
                 "set up",
-                lambda: name_host(encode_asked(asked)),
+                ask,
                 lambda told: _lead_set_up(told, writer, place, planning),
             )
             start = msgspec.msgpack.decode(answer, type=_Start)
