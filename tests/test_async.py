@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import weakref
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -129,12 +130,15 @@ def states(draw):
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(first=states(), second=states())
-def test_whatever_is_changed_after_the_call_is_not_in_it(tmp_path_factory, keeper, first, second):
+@given(first=states(), second=states(), unit=st.sampled_from([64, 1024, 8 << 20]))
+def test_whatever_is_changed_after_the_call_is_not_in_it(
+    tmp_path_factory, keeper, first, second, unit
+):
     folder = tmp_path_factory.mktemp("eager")
     for number, state in enumerate((first, second, first)):
         before = copy.deepcopy(state)
-        handle = keeper.async_save(state, folder / str(number))
+        with mock.patch("shardkeep.background.HOST_UNIT", unit):
+            handle = keeper.async_save(state, folder / str(number))
         scribble(state)
         handle.result(LONG_S)
         assert is_equal(shardkeep.open(folder / str(number)).state_dict(), before)
@@ -396,6 +400,16 @@ def test_a_guard_does_not_stop_a_step_when_the_save_is_no_more(tmp_path, keeper,
     net.step()
 
 
+def test_a_guard_lets_go_however_the_save_ended(net):
+    for outcome in (None, ValueError("disk"), KeyboardInterrupt()):
+        handle = shardkeep.SaveHandle("somewhere")
+        shardkeep.torch.guard(net.optimizer, handle)
+        handle.end(outcome)
+        net.step()
+        with pytest.raises(BaseException):  # noqa: B017, PT011
+            handle.wait_staged(0)
+
+
 def wait_for(condition):
     deadline = threading.Event()
     for _ in range(500):
@@ -447,14 +461,15 @@ def test_parameters_without_memory_do_not_matter(tmp_path, keeper, staging, net)
     assert optimizer
 
 
-def test_what_each_rank_keeps_is_watched_under_its_stored_name(tmp_path, staging):
+def test_what_is_stored_under_another_name_is_watched_too(tmp_path, staging):
     torch = pytest.importorskip("torch")
 
     def work(ranks):
         weight = torch.nn.Parameter(torch.ones(4) * ranks.rank)
         optimizer = torch.optim.SGD([weight], lr=0.1)
         with shardkeep.Checkpointer(process_group=ranks) as keeper:
-            state = {"own": shardkeep.PerRank({"w": weight})}
+            # Two paths, one name: one of them is stored under another.
+            state = {"own.w": weight} if ranks.rank else {"own": {"w": weight}}
             handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
             if ranks.rank == 1:
                 weight.grad = torch.ones(4)
@@ -465,7 +480,7 @@ def test_what_each_rank_keeps_is_watched_under_its_stored_name(tmp_path, staging
 
     errors = ThreadRanks(2).outcomes(work)
     assert all(isinstance(error, PlanError) for error in errors)
-    assert "own.1.w changed before the snapshot was complete" in str(errors[0])
+    assert "changed before the snapshot was complete" in str(errors[0])
 
 
 def test_arguments_are_checked(tmp_path, keeper):
@@ -565,6 +580,19 @@ def test_every_call_beside_a_save(tmp_path, foreign):
             assert found["w"][-1, -1] == 100 * value + 2
     for kind in ("skip", "error") if foreign else ():
         assert shardkeep.verify(tmp_path / kind).ok
+
+
+def test_how_long_ranks_wait_can_change_from_save_to_save(tmp_path):
+    def work(ranks):
+        found = []
+        for number, timeout_s in enumerate((5.0, 7.0)):
+            state = {"a": np.full(3, number)}
+            path = tmp_path / str(number)
+            shardkeep.async_save(state, path, process_group=ranks, timeout_s=timeout_s).result()
+            found.append(ranks.memory["keeper/thread"]._background.coordinator.timeout_s)
+        return found
+
+    assert ThreadRanks(2).run(work) == [[5.0, 7.0]] * 2
 
 
 def test_two_checkpointers_over_one_foreign_coordinator(tmp_path):

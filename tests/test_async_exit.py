@@ -92,6 +92,20 @@ def test_a_failure_at_the_end_is_told(tmp_path):
     assert [p for p in (tmp_path / "a").rglob("*") if p.is_file()] == []
 
 
+def test_a_forked_child_does_not_wait_for_the_save_of_its_parent(tmp_path):
+    end = """
+import os
+child = os.fork()
+if child:
+    begun = time.monotonic()
+    assert os.waitpid(child, 0)[1] == 0
+    assert time.monotonic() - begun < 10
+"""
+    returncode, stderr, _ = run(tmp_path / "a", end, SHARDKEEP_EXIT_TIMEOUT_S="30")
+    assert (returncode, stderr) == (0, "")
+    assert shardkeep.verify(tmp_path / "a").ok
+
+
 @pytest.mark.parametrize(("given", "expected"), [("7.5", 7.5), ("", 600.0), ("soon", 600.0)])
 def test_how_long_the_end_waits(monkeypatch, given, expected):
     from shardkeep.background import exit_timeout_s

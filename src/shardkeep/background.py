@@ -415,6 +415,8 @@ def wait_turn(group: Coordinator) -> None:
 
 _alive: weakref.WeakSet[Background] = weakref.WeakSet()
 """Those whose saves the end of the program waits for."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alive.clear)  # a child has none of the threads
 
 
 @atexit.register

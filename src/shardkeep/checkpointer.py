@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
 from shardkeep.checkpoint import Checkpoint
-from shardkeep.coordination import Coordinator
+from shardkeep.coordination import Coordinator, Ranks
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
@@ -177,6 +177,9 @@ class Checkpointer:
         if self._background is None:
             self._background = Background(self._coordinator, self._writer)
         wait_turn(self._coordinator)
+        theirs = self._background.coordinator
+        if isinstance(self._coordinator, Ranks) and isinstance(theirs, Ranks):
+            theirs.timeout_s = self._coordinator.timeout_s  # as it is now
         return self._background
 
     def _raise_unseen(self) -> None:

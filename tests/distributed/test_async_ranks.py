@@ -194,12 +194,27 @@ def test_a_save_that_commits_is_completed(processes, tmp_path):
 
 
 def overlap(rank, root, how):
-    """Rank 1 is still writing, and no other knows."""
+    """Rank 1 is still cleaning up after the commit; the others are done, and do not know."""
+    from shardkeep import NativeWriter
+    from shardkeep.adapters.torch_groups import TorchRanks
+
+    go, settle = threading.Event(), NativeWriter.settle
+
+    def settle_late(self):
+        settle(self)
+        assert rank != 1 or go.wait(LONG_S)
+
+    NativeWriter.settle = settle_late
     told = []
-    with shardkeep.Checkpointer() as keeper, held_up(rank) as disk:
+    group = TorchRanks(patience=Patience(beat_s=0.25, gone_s=30.0, linger_s=0.1))
+    with shardkeep.Checkpointer(process_group=group) as keeper:
         first = keeper.async_save(state(rank, 1), f"{root}/1")
-        if how == "wait" and rank == 1:
-            threading.Timer(0.3, disk.release).start()
+        if rank != 1:
+            first.result(LONG_S)
+        all_there()
+        assert first.done() is (rank != 1)
+        if how == "wait":
+            threading.Timer(0.3, go.set).start()
         begun = time.monotonic()
         try:
             second = keeper.async_save(state(rank, 2), f"{root}/2", on_overlap=how)
@@ -207,7 +222,7 @@ def overlap(rank, root, how):
         except PlanError as error:
             told.append("is still running" in str(error))
         waited = time.monotonic() - begun
-        disk.release()
+        go.set()
         first.result(LONG_S)
         third = keeper.async_save(state(rank, 3), f"{root}/3", on_overlap=how)
         third.result(LONG_S)

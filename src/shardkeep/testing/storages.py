@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkeep.checkpointer import load, save
+from shardkeep.checkpointer import Checkpointer, load, save
 from shardkeep.coordination import Coordinator, ThreadRanks
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import DefaultSavePlanner
@@ -373,6 +373,38 @@ class StorageTests(ABC):
         for rank, target in enumerate(targets):
             _assert_same(target["stage"], state(rank, rank + 10)["stage"])
             _assert_same(target["rng"].value, {"seed": rank + 10, "at": np.full(2, rank + 10)})
+
+    @pytest.mark.parametrize("world", [1, 3])
+    def test_in_the_background(self, tmp_path: Path, world: int) -> None:
+        """What is stored is what was there when the save began, chunk by chunk."""
+        place = self.make_place(tmp_path, "a")
+        whole = np.arange(60.0).reshape(10, 6)
+
+        def work(ranks: Coordinator) -> None:
+            part = _rows(whole, ranks.rank, world)
+            writer = self.make_writer(place)
+            with Checkpointer(process_group=ranks) as keeper:
+                handle = keeper.async_save({"w": part, "step": 3}, storage_writer=writer)
+                for shard in part.local_shards:
+                    held: Any = shard.array
+                    held[...] = -1
+                assert handle.result().nbytes == whole.nbytes
+
+        assert ThreadRanks(world).outcomes(work) == [None] * world
+        self.assert_holds({"w": whole, "step": 3}, place)
+
+    def test_cancelled_in_the_background(self, tmp_path: Path) -> None:
+        """Nothing can be seen of it, or all of it; the next one works."""
+        place = self.make_place(tmp_path, "a")
+        with Checkpointer(no_dist=True) as keeper:
+            handle = keeper.async_save(_state(1), storage_writer=self.make_writer(place))
+            handle.cancel()
+            keeper.close()
+            if handle.cancelled():
+                self.assert_absent(place)
+            writer = self.make_writer(place, overwrite=True)
+            keeper.async_save(_state(2), storage_writer=writer).result()
+        self.assert_holds(_state(2), place)
 
     def test_a_rank_with_nothing(self, tmp_path: Path) -> None:
         """Ranks that hold nothing take part all the same."""
