@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -122,15 +121,16 @@ print("went on")
 
 
 def test_a_forked_child_ends_as_it_would_have():
-    with shardkeep.catch_preemption():
-        child = os.fork()
-        if child == 0:
-            try:
-                signal.raise_signal(signal.SIGTERM)
-                signal.pause()
-            finally:
-                os._exit(1)
-        assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+    code = """
+import os, signal, shardkeep
+shardkeep.catch_preemption()
+child = os.fork()
+if child == 0:
+    signal.raise_signal(signal.SIGTERM)
+    os._exit(1)
+assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_ranks_that_are_threads_agree(tmp_path):

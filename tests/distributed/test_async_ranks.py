@@ -8,6 +8,9 @@ import errno
 import logging
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -380,6 +383,71 @@ def test_other_calls_beside_a_save(processes, tmp_path):
     for value in (1, 2, 3, 4):
         check_stored(tmp_path / str(value), value)
     assert left == [[]] * WORLD
+
+
+def destroy_group(rank, root):
+    """Without a word to us before, as many programs end."""
+    import torch.distributed as dist
+
+    with shardkeep.Checkpointer() as keeper, held_up(rank) as disk:
+        handle = keeper.async_save(state(rank, 1), f"{root}/1")
+        dist.destroy_process_group()
+        disk.release()
+        handle.result(LONG_S)
+        with pytest.raises(PlanError, match="was destroyed"):
+            keeper.async_save(state(rank, 2), f"{root}/2")
+
+
+@pytest.mark.parametrize("store", ["harness", "rank 0"])
+def test_a_save_that_is_running_does_without_the_group(processes, tmp_path, store):
+    processes.run(WORLD, destroy_group, str(tmp_path), store=store)
+    check_stored(tmp_path / "1", 1)
+    assert not (tmp_path / "2").exists()
+
+
+SCRIPT = """
+import sys, time
+import numpy as np
+import torch.distributed as dist
+import shardkeep
+from shardkeep.stores.local import WriteFile
+
+write_at = WriteFile.write_at
+
+def slowly(self, data, offset):
+    time.sleep(0.2)
+    return write_at(self, data, offset)
+
+WriteFile.write_at = slowly
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+local = np.full((3, 500), float(rank))
+array = shardkeep.ShardedArray.from_local(local, (3 * rank, 0), (6, 500))
+assert not shardkeep.async_save({"w": array}, sys.argv[1]).done()
+if sys.argv[2] == "destroys":
+    dist.destroy_process_group()
+if sys.argv[2] == "raises" and rank == 1:
+    raise ValueError("of the program")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "destroys", "raises"])
+def test_programs_that_end_right_after(tmp_path, how):
+    """Launched as by torchrun: every process completes its part of the save."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "a"), how]
+    started = [
+        subprocess.Popen(command, env={**place, "RANK": str(rank)}, stderr=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[1] for process in started]
+    codes = [process.returncode for process in started]
+    assert codes == ([0, 1] if how == "raises" else [0, 0]), told
+    assert shardkeep.verify(tmp_path / "a").ok
 
 
 def train_and_save(rank, root, saves):

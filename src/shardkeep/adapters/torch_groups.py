@@ -100,9 +100,9 @@ class TorchRanks(Ranks):
         super().__init__(rank, len(ranks), self._line, self._connect_gloo, timeout_s, patience)
 
     def call(self, what: str) -> AbstractContextManager[None]:
-        """As for any ranks, while there is a group."""
+        """As for any ranks, while there is a group; a call that has begun can do without."""
         group = self._group()
-        if group is None or not is_alive(group):
+        if self._call is None and (group is None or not is_alive(group)):
             raise PlanError(DESTROYED)
         self._line.open()
         return super().call(what)
