@@ -80,6 +80,9 @@ class Staging(Protocol):
         Asks the device nothing, so that it can be called at any time on any thread.
         """
 
+    def here(self) -> Callable[[], None]:
+        """What to call on another thread, to have its copies come after what this one waits for."""
+
     def pin(self, memory: Bytes) -> Callable[[], None]:
         """Make memory known to the device until what is returned is called."""
 

@@ -24,7 +24,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from shardkeep.arrays import Staging
+from shardkeep.arrays import StagedSource, Staging
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
@@ -34,6 +34,7 @@ from shardkeep.engine.snapshot import (
     HOST_UNIT,
     Copying,
     Held,
+    Mask,
     Snapshot,
     StagedPlanner,
     hold,
@@ -200,10 +201,13 @@ class _Steps:
 
     now: list[Copying]
     """Copied before the caller goes on."""
-    begun: list[Copying]
-    """Begun by the caller, and done by a device while it goes on."""
     later: list[Copying]
     """Copied while the caller goes on."""
+    alone: bool
+    """Whether nothing is written before all copies are begun: to ask a device for them takes many
+    turns at the interpreter, and a few to write."""
+    follow: Callable[[], None]
+    """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]]
     """Names of what was copied late and is not what it was; asked once all is there."""
 
@@ -211,22 +215,36 @@ class _Steps:
 def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving: Saving) -> _Steps:
     held, planner = taken.held, saving.planner
     deferred = np.zeros(len(held.rows), np.bool_)
-    steps = _Steps([], [], [], lambda: ())
+    steps = _Steps([], [], False, lambda: None, lambda: ())
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
         steps.now, steps.later = [taken.expect(~deferred)], [taken.expect(deferred)]
         return steps
-    on_device = held.on_device
-    if not taken.is_ready(staging) and taken.duplicate(on_device, staging):
-        # The arena takes long to make ready, and the device has room for a copy meanwhile.
-        steps.now.append(taken.expect(~on_device & ~deferred))
-        steps.later.append(taken.expect(on_device, staging))
-    else:
-        steps.now.append(taken.expect(~deferred, staging))
-        steps.begun.append(taken.expect(on_device & deferred, staging))
-    steps.later.append(taken.expect(~on_device & deferred))
+    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
+        return steps
+    steps.alone = True
+    steps.now.append(taken.expect(~deferred, staging))
+    if deferred.any():
+        steps.later.append(taken.expect(deferred, staging))
+        steps.follow = staging.here()
     return steps
+
+
+def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps) -> bool:
+    """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
+
+    False if it has no room for that.
+    """
+    sources = taken.held.sources(np.ones(len(deferred), np.bool_))
+    on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
+    doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
+    if doubles is None:
+        return False
+    steps.now.append(taken.expect(~on_device & ~deferred))
+    steps.later.append(taken.expect(on_device, staging, doubles))
+    steps.later.append(taken.expect(~on_device & deferred))
+    return True
 
 
 class _Run:
@@ -252,6 +270,9 @@ class _Run:
         self._begun = begun
         self._stall_s = 0.0
         self._stager: threading.Thread | None = None
+        self._may_write = threading.Event()
+        if not steps.alone:
+            self._may_write.set()
 
     def start(self, inside: contextlib.ExitStack) -> None:
         """Begin to write, and wait for what is to be written."""
@@ -288,11 +309,11 @@ class _Run:
         try:
             for copying in steps.now:
                 taken.copy(copying)
+            if not steps.later:
+                self._may_write.set()
             if self._staging is not None:
                 self._staging.fence()()
-            for copying in steps.begun:
-                taken.copy(copying)
-            if any(len(copying.units) for copying in (*steps.begun, *steps.later)):
+            if any(len(copying.units) for copying in steps.later):
                 self._stager = threading.Thread(
                     target=self._take_rest, name="shardkeep-stage", daemon=True
                 )
@@ -307,14 +328,16 @@ class _Run:
 
     def _fail(self, error: BaseException) -> None:
         self._taken.fail(error)
+        self._may_write.set()
         with contextlib.suppress(InvalidStateError):  # the save failed first
             self.handle.staged.set_exception(error)
 
     def _taken_all(self) -> None:
         """The state may change, or go: nothing of it is kept here."""
         self._taken.forget_sources()
-        self._steps = _Steps([], [], [], lambda: ())
+        self._steps = _Steps([], [], False, lambda: None, lambda: ())
         self._saving.release_state()
+        self._may_write.set()
         self.handle.staged.set_result(None)
 
     def join(self) -> None:
@@ -329,8 +352,10 @@ class _Run:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
+            self._steps.follow()
             for copying in self._steps.later:
                 self._taken.copy(copying)
+            self._may_write.set()
             self._taken.wait()
             changed = self._steps.changed()
             if changed:
@@ -346,6 +371,7 @@ class _Run:
     def _write(self, inside: contextlib.ExitStack) -> None:
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
+        self._may_write.wait()
         try:
             with inside:
                 planner = StagedPlanner(self._taken, saving.planner.features)

@@ -176,6 +176,10 @@ class DefaultSavePlanner(SavePlanner):
         """A piece, or the part of it that lies in `box`."""
         return self._holding.sources(np.array([number]), Boxes.of((box,)))[0]
 
+    def check_sources(self, items: WriteItems, rows: Ints) -> None:
+        """`StalePlan`, where an array is not what it was."""
+        self._holding.check(items.chunks.source[rows])
+
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """For many at once, which costs far less for each."""
         if type(self).resolve_data is not DefaultSavePlanner.resolve_data:

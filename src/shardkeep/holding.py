@@ -261,11 +261,15 @@ class Holding:
         sources = self.sources(numbers, boxes)
         return list(zip(sources, nbytes.tolist(), itemsize.tolist(), strict=True))
 
+    def check(self, numbers: Ints) -> None:
+        """Raise `StalePlan` where a tensor was only recognised, and is not what it was."""
+        if self.trusted and not self._are_as_seen(self.look.tensor[numbers].tolist()):
+            raise StalePlan
+
     def sources(self, numbers: Ints, boxes: Boxes) -> list[Source]:
         """The elements of parts of pieces, given by box; from any thread."""
+        self.check(numbers)
         rows = self.look.tensor[numbers].tolist()
-        if self.trusted and not self._are_as_seen(rows):
-            raise StalePlan
         held = self.look.boxes.take(numbers)
         every = np.array_equal(held.offsets, boxes.offsets)
         every = every and np.array_equal(held.sizes, boxes.sizes)

@@ -289,6 +289,9 @@ class SavePlanner(ABC):
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """The elements of a box, or the encoded value. May be called from any thread."""
 
+    def check_sources(self, items: WriteItems, rows: Ints) -> None:
+        """Raise what asking for the elements of these chunks would, as far as that is quick."""
+
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """The elements of some chunks of the plan; asks `resolve_data` for each."""
         return [self.resolve_data(items[row]) for row in rows.tolist()]  # type: ignore[misc]

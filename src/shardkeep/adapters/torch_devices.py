@@ -138,6 +138,17 @@ class PinnedStaging:
 
         return wait
 
+    def here(self) -> Callable[[], None]:
+        """Behind what this thread's streams wait for."""
+        events = {device: stream.record_event() for device, stream in _streams().items()}
+
+        def follow() -> None:
+            for device, event in events.items():
+                with _own_stream(device):
+                    torch.cuda.current_stream(device).wait_event(event)
+
+        return follow
+
     def arrival(self) -> Callable[[], bool]:
         """The device sets a byte of host memory behind each stream's copies."""
         marks = []

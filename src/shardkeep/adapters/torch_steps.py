@@ -16,12 +16,9 @@ import torch
 
 __all__ = ["stepped", "versions"]
 
-_Place = tuple[str, int]
-"""A device, and where a storage begins there."""
-
 _known: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-_nobodys: set[_Place] = set()
-"""Places of tensors that no optimizer owned when we last looked for more of them."""
+_nobodys: set[int] = set()
+"""Where tensors begin that no optimizer owned when we last looked for more of them."""
 
 
 def stepped(values: Sequence[torch.Tensor]) -> list[bool]:
@@ -42,8 +39,9 @@ def versions(values: Sequence[torch.Tensor]) -> list[int | None]:
     return [None if value.is_inference() else value._version for value in values]
 
 
-def _place(value: torch.Tensor) -> _Place:
-    return str(value.device), value.untyped_storage().data_ptr()
+def _place(value: torch.Tensor) -> int:
+    """Where its storage begins; hosts and devices share one space of addresses."""
+    return value.untyped_storage().data_ptr()
 
 
 def _find() -> None:
@@ -53,7 +51,7 @@ def _find() -> None:
             _known.add(found)
 
 
-def _owned() -> set[_Place]:
+def _owned() -> set[int]:
     return {
         _place(getattr(tensor, "_local_tensor", tensor))
         for optimizer in list(_known)

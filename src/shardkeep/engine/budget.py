@@ -23,9 +23,9 @@ __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usab
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
 LARGEST_UNIT = 4 << 20
-DIGESTING = 2
+DIGESTING = 4
 """Threads that digest block after block at the same time. The interpreter's lock is let go of for
-each block and taken again; a third that does so makes all of them slower than one would be."""
+each block and taken again: more of them wait for it more than they digest."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 

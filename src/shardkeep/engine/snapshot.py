@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.arrays import Bytes, HostSource, Source, StagedSource, Staging
+from shardkeep.arrays import Bytes, HostSource, Source, Staging
 from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
@@ -32,7 +32,7 @@ from shardkeep.planner import (
     WriteItems,
 )
 
-__all__ = ["Held", "Snapshot", "StagedPlanner", "hold"]
+__all__ = ["Held", "Mask", "Snapshot", "StagedPlanner", "hold"]
 
 HOST_UNIT = 8 << 20
 """Bytes that one thread copies in one go."""
@@ -48,9 +48,9 @@ LOOK_S = 0.0005
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held:
-    """The chunks of a rank: the elements of each, and where in an arena they go."""
+    """The chunks of a rank, where in an arena they go, and how their elements are found."""
 
     items: WriteItems
     """What is written."""
@@ -62,32 +62,28 @@ class Held:
     """Bytes of each."""
     itemsize: Ints
     """Bytes of an element of each."""
-    sources: Sequence[Source]
-    """The elements of each."""
     length: int
     """Bytes of the arena that are used."""
     values: dict[str, bytes]
     """The encoded values, by name."""
+    look_up: Callable[[Ints], Sequence[Source]] | None
+    """The elements of rows of the items; None once all are in the arena."""
 
-    @property
-    def on_device(self) -> Mask:
-        """Which of them are not in host memory."""
-        return np.array([isinstance(source, StagedSource) for source in self.sources], np.bool_)
-
-    def chosen(self, which: Mask) -> list[Source]:
+    def sources(self, which: Mask) -> Sequence[Source]:
         """The elements of some."""
-        pairs = zip(self.sources, which.tolist(), strict=True)
-        return [source for source, is_in in pairs if is_in]
+        assert self.look_up is not None
+        return self.look_up(self.rows[which])
 
-    def part(self, which: Mask) -> Chunks:
-        """Some of them, as they lie in the arena."""
-        chosen = self.chosen(which)
-        return Chunks(
-            self.start[which],
-            self.nbytes[which],
-            self.itemsize[which],
-            lambda first, last: chosen[first:last],
-        )
+    def part(self, which: Mask, sources: Sequence[Source] | None = None) -> Chunks:
+        """Some of them, as they lie in the arena, and what they hold if that is elsewhere."""
+        rows, look_up = self.rows[which], self.look_up
+        assert look_up is not None
+
+        def find(first: int, last: int) -> Sequence[Source]:
+            # Not all before the first is copied: a device is at work meanwhile.
+            return look_up(rows[first:last]) if sources is None else sources[first:last]
+
+        return Chunks(self.start[which], self.nbytes[which], self.itemsize[which], find)
 
 
 def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
@@ -112,8 +108,12 @@ def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
         item.index.fqn: planner.resolve_data(item)
         for item in (items[row] for row in range(len(items.chunks), len(items)))
     }
-    sources = planner.sources(items, rows)
-    return Held(items, rows, start, nbytes, itemsize, sources, at, values)  # type: ignore[arg-type]
+    planner.check_sources(items, rows)
+
+    def look_up(rows: Ints) -> Sequence[Source]:
+        return planner.sources(items, rows)
+
+    return Held(items, rows, start, nbytes, itemsize, at, values, look_up)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -149,23 +149,16 @@ class Snapshot:
         """Whether a device can copy to all of the arena that is used."""
         return self.arena.is_ready(self.held.length, staging)
 
-    def duplicate(self, which: Mask, staging: Staging) -> bool:
-        """Have the device keep these chunks as they are now, if it has room for that."""
-        chosen = self.held.chosen(which)
-        doubles = staging.duplicate(chosen)  # type: ignore[arg-type]
-        if doubles is None:
-            return False
-        sources = list(self.held.sources)
-        for at, double in zip(np.flatnonzero(which).tolist(), doubles, strict=True):
-            sources[at] = double
-        self.held = replace(self.held, sources=sources)
-        return True
-
     # --- copying
 
-    def expect(self, which: Mask, staging: Staging | None = None) -> Copying:
+    def expect(
+        self,
+        which: Mask,
+        staging: Staging | None = None,
+        sources: Sequence[Source] | None = None,
+    ) -> Copying:
         """Some chunks, without which their units are not whole."""
-        chunks = self.held.part(which)
+        chunks = self.held.part(which, sources)
         units = _units_of(chunks, self.unit, len(self._missing))
         with self._changed:
             self._missing[units] += 1
@@ -214,7 +207,7 @@ class Snapshot:
 
     def forget_sources(self) -> None:
         """Everything is there: the caller's arrays are not kept any longer."""
-        self.held = replace(self.held, sources=())
+        self.held.look_up = None
 
     # --- waiting
 
