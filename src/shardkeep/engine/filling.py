@@ -54,14 +54,18 @@ class Filler:
 
     def fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
         """Copy every chunk's part of [low, high) into `data`; says which chunks have one."""
+        first, last = self.rows(low, high)
+        if first < last:
+            self._fill_chunks(first, last, low, data)
+        return first, last
+
+    def rows(self, low: int, high: int) -> tuple[int, int]:
+        """The chunks that have a part in [low, high)."""
         chunks = self._chunks
         first = int(chunks.start.searchsorted(low, "right"))
         if first and chunks.start[first - 1] + chunks.nbytes[first - 1] > low:
             first -= 1
-        last = int(chunks.start.searchsorted(high, "left"))
-        if first < last:
-            self._fill_chunks(first, last, low, data)
-        return first, last
+        return first, int(chunks.start.searchsorted(high, "left"))
 
     def _fill_chunks(self, first: int, last: int, low: int, data: Bytes) -> None:
         chunks = self._chunks

@@ -227,6 +227,11 @@ class Snapshot:
                         self._changed.wait(LOOK_S)
         self._check()
 
+    def bytes(self, low: int, high: int) -> Bytes:
+        """The same, and they."""
+        self.wait(low, high)
+        return self.arena.memory[low:high]
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error

@@ -46,6 +46,9 @@ class Payload:
     """Where the chunks end."""
     late: Callable[[], bytes] = bytes
     """Gives what follows them; called once, when every chunk has been digested."""
+    image: Callable[[int, int], Bytes | None] = lambda low, high: None
+    """Memory of ours that holds exactly the bytes [low, high) and can be written as it is, if there
+    is any; may wait for them."""
 
 
 @dataclass(slots=True)
@@ -119,11 +122,14 @@ class _Filled:
     rows: tuple[int, int]
     """The chunks in it."""
     done: Callable[[], None] | None
+    image: Bytes | None = None
+    """Where its bytes are, if not in the buffer; which is kept all the same: so many units may be
+    on their way at a time."""
 
     @property
     def data(self) -> Bytes:
-        """The part of the buffer that the unit fills."""
-        return self.buffer[: self.high - self.low]
+        """Its bytes."""
+        return self.buffer[: self.high - self.low] if self.image is None else self.image
 
     def wait(self) -> None:
         """Until they have arrived."""
@@ -217,6 +223,9 @@ class _FileWriter:
         begun = time.perf_counter()
         staging = self._pool.staging
         try:
+            image = self._payload.image(low, high)
+            if image is not None:
+                return _Filled(low, high, buffer, self._filler.rows(low, high), None, image)
             rows = self._fill(low, high, buffer[: high - low])
             done = None if staging is None else staging.fence()
         except BaseException:

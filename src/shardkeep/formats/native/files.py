@@ -13,12 +13,13 @@ from types import TracebackType
 
 import numpy as np
 
-from shardkeep.arrays import HostSource, Source, Staging
+from shardkeep.arrays import Bytes, HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.parallel import Behind, run_in_order
+from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.engine.writing import Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
@@ -222,6 +223,26 @@ class RankChunks:
     def _sources(self, low: int, high: int) -> Sequence[Source]:
         return self._planner.sources(self._items, self._rows[low:high])
 
+    def image(
+        self, low: int, high: int, begin: int, end: int
+    ) -> Callable[[int, int], Bytes | None]:
+        """Finds bytes of a file, whose chunks [low, high) are its bytes [begin, end), in an arena
+        where they lie as they do in the file."""
+        planner = self._planner
+        place = None
+        if isinstance(planner, StagedPlanner) and low < high:
+            places = planner.places(self._rows[low:high])
+            if np.array_equal(places - places[0], self.start[low:high] - begin):
+                place = int(places[0])
+
+        def find(low: int, high: int) -> Bytes | None:
+            if place is None or low < begin or high > end:
+                return None
+            assert isinstance(planner, StagedPlanner)
+            return planner.snapshot.bytes(place + low - begin, place + high - begin)
+
+        return find
+
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""
         tensors = self._items.tensors
@@ -281,7 +302,8 @@ def data_payload(
         return table.tobytes() + values
 
     header = write_header(entries, metadata, plan.room, chunks.entries(low, high, plan.room))
-    return Payload(header, part, plan.content, late)
+    image = chunks.image(low, high, plan.room, plan.content)
+    return Payload(header, part, plan.content, late, image)
 
 
 def index_payload(
