@@ -10,6 +10,7 @@ allows it; what is loaded then must be the state as it was.
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import warnings
@@ -141,6 +142,7 @@ class Run:
         """Resident memory after the first and after the last of many saves."""
 
         def growth(name: str, way: Way) -> None:
+            gc.collect()  # memory of the way before
             way.open()
             try:
                 seen = []
