@@ -128,9 +128,9 @@ def _show_beside(report: Report, found: Found) -> None:
 def picture(path: Path, found: Found) -> None:
     groups = []
     for title, operation, key in (
-        ("first save: until the program goes on", "first", "stall"),
-        ("steady: until the program goes on", "steady", "stall"),
-        ("steady: until it is committed", "steady", "seconds"),
+        ("first save: stall", "first", "stall"),
+        ("later saves: stall", "steady", "stall"),
+        ("later saves: total", "steady", "seconds"),
     ):
         seconds = [(side, found.middle(side, operation, key)) for side in found.results.measures]
         bars = [(side, value) for side, value in seconds if value is not None]

@@ -199,7 +199,8 @@ class TorchKept(Torch):
         return _lacks_stager()
 
     def make_stager(self, on_device: bool) -> Any:
-        return _stager(on_device, False, False, on_device)
+        # Shared on a device: small tensors of one page cannot be pinned one by one.
+        return _stager(on_device, on_device, False, on_device)
 
 
 class TorchBehind(Torch):
