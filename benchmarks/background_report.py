@@ -103,8 +103,9 @@ def _show_beside(report: Report, found: Found) -> None:
         alone = median(pace["per_s"] for run in runs for pace in run["alone"])
         during = {key: median(run["beside"][key] for run in runs) for key in runs[0]["beside"]}
         quiet = median(pace["p99_ms"] for run in runs for pace in run["alone"])
-        loss = median(run["loss"] for run in runs)
-        cells = [f"{alone:.0f}", f"{during['per_s']:.0f}", f"{100 * loss:.2f} %"]
+        losses = [run["loss"] for run in runs if run["loss"] is not None]
+        loss = f"{100 * median(losses):.2f} %" if losses else "too short"
+        cells = [f"{alone:.0f}", f"{during['per_s']:.0f}", loss]
         cells += [f"{quiet:.2f}", f"{during['p99_ms']:.2f}", f"{during['most_ms']:.2f}"]
         rows.append([side, *cells, number(during["seconds"])])
     if rows:

@@ -37,6 +37,9 @@ from shardkeep.engine.budget import usable_cores
 OURS = ("shardkeep, thread", "shardkeep, process", "shardkeep, lazy")
 """Whose memory is watched over many saves, and during which graphs are captured."""
 
+ENOUGH_S = 0.2
+"""A save that is written sooner says nothing about what it costs others."""
+
 
 def save(way: Way, path: Path) -> Measure:
     """One save, from the call to its end."""
@@ -178,7 +181,7 @@ class Run:
             alone = median([before.per_s, after.per_s])
             self.found.beside.setdefault(name, []).append(
                 {
-                    "loss": 1 - during.per_s / alone,
+                    "loss": 1 - during.per_s / alone if during.seconds >= ENOUGH_S else None,
                     "alone": [before.plain(), after.plain()],
                     "beside": during.plain(),
                 }
