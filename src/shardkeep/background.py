@@ -12,12 +12,11 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -110,6 +109,9 @@ class Background:
     def close(self) -> None:
         """Wait for the save that is running, and let go of the arena."""
         self.wait()
+        if self._run is not None:
+            self._run.join()
+            self._run = None
         self.arena.close()
         _alive.discard(self)
 
@@ -210,6 +212,8 @@ class _Steps:
     """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]]
     """Names of what was copied late and is not what it was; asked once all is there."""
+    needs_state: bool = False
+    """Whether what is copied later is read from the caller's arrays."""
 
 
 def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving: Saving) -> _Steps:
@@ -220,6 +224,7 @@ def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving:
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
         steps.now, steps.later = [taken.expect(~deferred)], [taken.expect(deferred)]
+        steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
         return steps
@@ -228,6 +233,7 @@ def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving:
     if deferred.any():
         steps.later.append(taken.expect(deferred, staging))
         steps.follow = staging.here()
+        steps.needs_state = True
     return steps
 
 
@@ -244,6 +250,9 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps)
     steps.now.append(taken.expect(~on_device & ~deferred))
     steps.later.append(taken.expect(on_device, staging, doubles))
     steps.later.append(taken.expect(~on_device & deferred))
+    steps.needs_state = bool((~on_device & deferred).any())
+    if not steps.needs_state:
+        steps.changed = lambda: ()
     return True
 
 
@@ -270,6 +279,8 @@ class _Run:
         self._begun = begun
         self._stall_s = 0.0
         self._stager: threading.Thread | None = None
+        self._arrived: Future[None] = Future()
+        """Done once everything is in the arena, as it was."""
         self._may_write = threading.Event()
         if not steps.alone:
             self._may_write.set()
@@ -313,32 +324,45 @@ class _Run:
                 self._may_write.set()
             if self._staging is not None:
                 self._staging.fence()()
+            if not steps.needs_state:
+                self._let_go()
             if any(len(copying.units) for copying in steps.later):
                 self._stager = threading.Thread(
                     target=self._take_rest, name="shardkeep-stage", daemon=True
                 )
                 self._stager.start()
             else:
-                self._taken_all()
+                self._complete()
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
                 raise
         self._stall_s = time.perf_counter() - self._begun
 
-    def _fail(self, error: BaseException) -> None:
-        self._taken.fail(error)
-        self._may_write.set()
-        with contextlib.suppress(InvalidStateError):  # the save failed first
-            self.handle.staged.set_exception(error)
-
-    def _taken_all(self) -> None:
+    def _let_go(self) -> None:
         """The state may change, or go: nothing of it is kept here."""
         self._taken.forget_sources()
-        self._steps = _Steps([], [], False, lambda: None, lambda: ())
         self._saving.release_state()
+        with contextlib.suppress(InvalidStateError):  # the save has ended already
+            self.handle.staged.set_result(None)
+
+    def _complete(self) -> None:
+        """Everything is in the arena."""
+        self._steps = _Steps([], [], False, lambda: None, lambda: ())
+        self._arrived.set_result(None)
         self._may_write.set()
-        self.handle.staged.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StalePlan):
+            error = PlanError(
+                "an array got another shape, type or place before the snapshot was complete; with "
+                'snapshot="lazy", nothing but values may change before handle.wait_staged()'
+            )
+        self._taken.fail(error)
+        self._arrived.set_exception(error)
+        self._may_write.set()
+        with contextlib.suppress(InvalidStateError):  # the save has ended already
+            self.handle.staged.set_exception(error)
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -364,7 +388,8 @@ class _Run:
                     'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
                     "next step, or handle.wait_staged()"
                 )
-            self._taken_all()
+            self._let_go()
+            self._complete()
         except BaseException as error:
             self._fail(error)
 
@@ -376,7 +401,7 @@ class _Run:
             with inside:
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
-                    self._plan, planner, lambda: handle.is_cancelling, handle.wait_staged
+                    self._plan, planner, lambda: handle.is_cancelling, self._arrived.result
                 )
                 assert result is not None
                 outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
@@ -409,9 +434,7 @@ def _complete_all() -> None:
     deadline = time.monotonic() + exit_timeout_s()
     for background in running:
         if not background.wait(max(0.0, deadline - time.monotonic())):
-            text = f"shardkeep: the program ended before {background.where} was saved"
-            log.error(text)
-            print(text, file=sys.stderr)
+            log.error("the program ends before %s is saved", background.where)
 
 
 def exit_timeout_s() -> float:
