@@ -423,6 +423,8 @@ def _few(names: Sequence[str]) -> str:
 
 
 _alive: weakref.WeakSet[Background] = weakref.WeakSet()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_alive.clear)  # their threads are not there
 
 
 @atexit.register

@@ -18,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkeep.arrays import Bytes, Staging
+from shardkeep.engine.budget import available_memory
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
@@ -51,6 +52,13 @@ class Arena:
         if nbytes <= len(self.memory):
             return False
         self.close()
+        # To be refused is better than to be killed for it by the system, in the middle of a copy.
+        available = available_memory()
+        if available is not None and nbytes > available:
+            raise MemoryError(
+                f"a snapshot of this state takes {nbytes} bytes of host memory on this rank, and "
+                f"{available} are available; use save, which needs no copy of the state"
+            )
         nbytes = -(-(nbytes + nbytes // SPARE) // HUGE_PAGE) * HUGE_PAGE
         if self.shared:
             self.fd = _shared_file()
