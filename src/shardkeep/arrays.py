@@ -377,7 +377,11 @@ class NotComposite:
 
 
 class Unstepped:
-    """For adapters whose arrays no optimizer is known to own."""
+    """For adapters whose arrays no optimizer is known to own, and that are looked at one by one."""
+
+    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Nothing quick is known."""
+        return [0] * len(values)
 
     def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
         """None is."""
@@ -462,6 +466,10 @@ class ArrayAdapter(Protocol):
         Without `wait`, only copies that this thread begins come after it. Returns how their
         elements are best copied; None where they are in host memory.
         """
+
+    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Where the elements of each value begin, if what this rank holds of it lies row-major in
+        host memory, as it is stored; else 0."""
 
     def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
         """For each value, whether only an optimizer's step changes it, as far as is known."""

@@ -223,7 +223,7 @@ def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving:
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        steps.now, steps.later = [taken.expect(~deferred)], [taken.expect(deferred)]
+        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
         steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
@@ -237,6 +237,12 @@ def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving:
     return steps
 
 
+def _host_steps(taken: Snapshot, which: Mask) -> list[Copying]:
+    """Chunks in host memory, which stand still: most are found by their addresses alone."""
+    quick, left = taken.expect_memory(which)
+    return [quick, taken.expect(left)]
+
+
 def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps) -> bool:
     """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
 
@@ -247,7 +253,7 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps)
     doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
     if doubles is None:
         return False
-    steps.now.append(taken.expect(~on_device & ~deferred))
+    steps.now.extend(_host_steps(taken, ~on_device & ~deferred))
     steps.later.append(taken.expect(on_device, staging, doubles))
     steps.later.append(taken.expect(~on_device & deferred))
     steps.needs_state = bool((~on_device & deferred).any())
@@ -341,7 +347,6 @@ class _Run:
 
     def _let_go(self) -> None:
         """The state may change, or go: nothing of it is kept here."""
-        self._taken.forget_sources()
         self._saving.release_state()
         with contextlib.suppress(InvalidStateError):  # the save has ended already
             self.handle.staged.set_result(None)

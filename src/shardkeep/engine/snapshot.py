@@ -21,7 +21,9 @@ from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
 from shardkeep.engine.filling import Chunks, Filler
+from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
+from shardkeep.memory import Addresses
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
@@ -66,22 +68,26 @@ class Held:
     """Bytes of the arena that are used."""
     values: dict[str, bytes]
     """The encoded values, by name."""
-    look_up: Callable[[Ints], Sequence[Source]] | None
-    """The elements of rows of the items; None once all are in the arena."""
+    planner: SavePlanner
+    """Knows their elements."""
 
     def sources(self, which: Mask) -> Sequence[Source]:
         """The elements of some."""
-        assert self.look_up is not None
-        return self.look_up(self.rows[which])
+        return self.planner.sources(self.items, self.rows[which])
+
+    def addresses(self) -> Addresses:
+        """Where in host memory each lies as it is stored, while the state stands still; or 0."""
+        return self.planner.addresses(self.items, self.rows)
 
     def part(self, which: Mask, sources: Sequence[Source] | None = None) -> Chunks:
         """Some of them, as they lie in the arena, and what they hold if that is elsewhere."""
-        rows, look_up = self.rows[which], self.look_up
-        assert look_up is not None
+        rows, planner, items = self.rows[which], self.planner, self.items
 
         def find(first: int, last: int) -> Sequence[Source]:
             # Not all before the first is copied: a device is at work meanwhile.
-            return look_up(rows[first:last]) if sources is None else sources[first:last]
+            if sources is not None:
+                return sources[first:last]
+            return planner.sources(items, rows[first:last])
 
         return Chunks(self.start[which], self.nbytes[which], self.itemsize[which], find)
 
@@ -109,19 +115,15 @@ def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
         for item in (items[row] for row in range(len(items.chunks), len(items)))
     }
     planner.check_sources(items, rows)
-
-    def look_up(rows: Ints) -> Sequence[Source]:
-        return planner.sources(items, rows)
-
-    return Held(items, rows, start, nbytes, itemsize, at, values, look_up)  # type: ignore[arg-type]
+    return Held(items, rows, start, nbytes, itemsize, at, values, planner)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
 class Copying:
     """Some chunks that are to come into the arena."""
 
-    chunks: Chunks
-    """Them."""
+    fill: Callable[[int, int, Bytes], object]
+    """Copies what they have of a stretch of the arena."""
     units: Ints
     """The units they lie in."""
     staging: Staging | None
@@ -158,21 +160,32 @@ class Snapshot:
         sources: Sequence[Source] | None = None,
     ) -> Copying:
         """Some chunks, without which their units are not whole."""
-        chunks = self.held.part(which, sources)
-        units = _units_of(chunks, self.unit, len(self._missing))
+        filler = Filler(self.held.part(which, sources), staging)
+        return Copying(filler.fill, self._expect(which), staging)
+
+    def expect_memory(self, which: Mask) -> tuple[Copying, Mask]:
+        """Those of some chunks that are quick to find in host memory, before the state changes;
+        and which are left."""
+        address = self.held.addresses()
+        known = which & (address != 0)
+        mover = Mover(self.held.start[known], self.held.nbytes[known], address[known])
+        return Copying(mover.fill, self._expect(known), None), which & ~known
+
+    def _expect(self, which: Mask) -> Ints:
+        held = self.held
+        units = _units_of(held.start[which], held.nbytes[which], self.unit, len(self._missing))
         with self._changed:
             self._missing[units] += 1
-        return Copying(chunks, units, staging)
+        return units
 
     def copy(self, copying: Copying) -> None:
         """Copy chunks that are expected. What comes from a device is only begun."""
-        filler = Filler(copying.chunks, copying.staging)
         memory, unit, length = self.arena.memory, self.unit, self.held.length
 
         def fill(number: int) -> None:
             low = number * unit
             high = min(low + unit, length)
-            filler.fill(low, high, memory[low:high])
+            copying.fill(low, high, memory[low:high])
 
         if copying.staging is None:
 
@@ -205,10 +218,6 @@ class Snapshot:
             self._error = error
             self._changed.notify_all()
 
-    def forget_sources(self) -> None:
-        """Everything is there: the caller's arrays are not kept any longer."""
-        self.held.look_up = None
-
     # --- waiting
 
     def wait(self, low: int = 0, high: int | None = None) -> None:
@@ -237,11 +246,11 @@ class Snapshot:
             raise self._error
 
 
-def _units_of(chunks: Chunks, unit: int, count: int) -> Ints:
+def _units_of(start: Ints, nbytes: Ints, unit: int, count: int) -> Ints:
     """The units that chunks lie in."""
     edges = np.zeros(count + 1, np.int64)
-    np.add.at(edges, chunks.start // unit, 1)
-    np.add.at(edges, (chunks.start + chunks.nbytes - 1) // unit + 1, -1)
+    np.add.at(edges, start // unit, 1)
+    np.add.at(edges, (start + nbytes - 1) // unit + 1, -1)
     return np.flatnonzero(np.cumsum(edges[:-1]))
 
 
