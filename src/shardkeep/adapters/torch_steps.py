@@ -45,10 +45,14 @@ def _place(value: torch.Tensor) -> int:
 
 
 def _find() -> None:
-    for found in gc.get_objects():
-        # By its type alone: an object may do anything when asked for its class.
-        if issubclass(type(found), torch.optim.Optimizer):
-            _known.add(found)
+    # By type alone: quick, and an object may do anything when asked for its class.
+    kinds = {torch.optim.Optimizer}
+    todo = [torch.optim.Optimizer]
+    while todo:
+        more = set(todo.pop().__subclasses__()) - kinds
+        kinds |= more
+        todo.extend(more)
+    _known.update([found for found in gc.get_objects() if type(found) in kinds])
 
 
 def _owned() -> set[int]:
