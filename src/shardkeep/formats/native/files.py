@@ -28,7 +28,7 @@ from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
-__all__ = ["FileWriter", "RankChunks", "data_payload", "index_payload"]
+__all__ = ["FileWriter", "RankChunks", "data_header", "data_payload", "index_payload"]
 
 DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache: one sync costs them more than all the rest."""
@@ -276,34 +276,37 @@ def coordinates(boxes: Boxes) -> tuple[list[tuple[int, ...]], list[tuple[int, ..
     )
 
 
-def data_payload(
+def data_header(
     plan: FilePlan,
     chunks: RankChunks,
     values: bytes,
     layout: DigestLayout,
     metadata: Mapping[str, str],
-    content: ContentDigests,
-) -> Payload:
-    """A data file: header, chunks, their content digests, values."""
-    low, high = plan.first, plan.first + plan.count
+) -> bytes:
+    """The header of a data file."""
     entries = {}
     if plan.count:
         entries[CONTENT] = Entry("U8", (plan.values - plan.content,), plan.content, plan.values)
     if plan.holds_values:
         entries[VALUES] = Entry("U8", (len(values),), plan.values, layout.payload)
     entries[DIGESTS] = _digest_entry(layout)
-    part = chunks.part(low, high)
+    text = chunks.entries(plan.first, plan.first + plan.count, plan.room)
+    return write_header(entries, metadata, plan.room, text)
+
+
+def data_payload(
+    plan: FilePlan, header: bytes, chunks: Chunks, values: bytes, content: ContentDigests
+) -> Payload:
+    """A data file: header, chunks, their content digests, values."""
 
     def late() -> bytes:
         digests = content.results()
         table = np.empty((plan.count, CONTENT_KEY + digests.shape[1]), np.uint8)
-        table[:, :CONTENT_KEY] = part.start.astype("<u8").view(np.uint8).reshape(-1, CONTENT_KEY)
+        table[:, :CONTENT_KEY] = chunks.start.astype("<u8").view(np.uint8).reshape(-1, CONTENT_KEY)
         table[:, CONTENT_KEY:] = digests
         return table.tobytes() + values
 
-    header = write_header(entries, metadata, plan.room, chunks.entries(low, high, plan.room))
-    image = chunks.image(low, high, plan.room, plan.content)
-    return Payload(header, part, plan.content, late, image)
+    return Payload(header, chunks, plan.content, late)
 
 
 def index_payload(
