@@ -28,6 +28,7 @@ from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
 from shardkeep.engine.budget import usable_cores
+from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import (
     DEVICE_UNIT,
     HOST_UNIT,
@@ -70,6 +71,8 @@ class Background:
         """`coordinator` is used by nobody else while a save is running."""
         self.coordinator = coordinator
         self.arena = Arena(shared=writer == "process")
+        self.process = WriterProcess() if writer == "process" else None
+        """Writes what is in the arena, where no thread of this process is to do so."""
         self._last: SaveHandle | None = None
         self._run: _Run | None = None
         self._content = ("", "")
@@ -112,6 +115,8 @@ class Background:
         if self._run is not None:
             self._run.join()
             self._run = None
+        if self.process is not None:
+            self.process.close()
         self.arena.close()
         _alive.discard(self)
 
@@ -127,7 +132,7 @@ class Background:
 
         def make_ready() -> None:
             held = hold(plan, planner, writer.write_order(plan))
-            self.arena.reserve(held.length)
+            self._reserve(held.length)
             self.arena.prepare(held.length, planner.staging, _threads(writer))
 
         coordinator.agree("make memory ready", make_ready)
@@ -145,6 +150,7 @@ class Background:
             if isinstance(saving.planner, DefaultSavePlanner):
                 saving.planner.waits = False
             plan, held = self._plan(saving)
+            self._lend_process(saving.writer, inside)
             staging = saving.planner.staging
             unit = HOST_UNIT if staging is None else DEVICE_UNIT
             taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
@@ -154,6 +160,25 @@ class Background:
             run.start(inside.pop_all())
         run.take()
         return run.handle
+
+    def _reserve(self, nbytes: int) -> None:
+        self.arena.reserve(nbytes)
+        if self.process is not None:
+            # At once: it keeps other memory of ours until it is told of this.
+            self.process.share(self.arena)
+
+    def _lend_process(self, writer: StorageWriter, inside: contextlib.ExitStack) -> None:
+        """While a save is running, a storage that knows what to do with a process has ours."""
+        if self.process is None:
+            return
+        if not hasattr(writer, "process"):
+            log.info(
+                "a thread writes in place of a process: %s is not made for that",
+                type(writer).__qualname__,
+            )
+            return
+        writer.process = self.process
+        inside.callback(setattr, writer, "process", None)
 
     def _compare(self, result: SaveResult, content: str) -> None:
         """Warn of a save that holds what the last one held: its snapshot may not be of now."""
@@ -177,7 +202,7 @@ class Background:
                     held = hold(plan, saving.planner, saving.writer.write_order(plan))
                 except StalePlan:
                     return _NO
-                self.arena.reserve(held.length)
+                self._reserve(held.length)
                 found.append(held)
                 return _YES
 
@@ -430,6 +455,14 @@ def _few(names: Sequence[str]) -> str:
 _alive: weakref.WeakSet[Background] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_alive.clear)  # their threads are not there
+
+
+@atexit.register
+def _end_processes() -> None:
+    """After `_complete_all`, as it is registered before it: nothing is left behind."""
+    for background in list(_alive):
+        if background.process is not None:
+            background.process.interrupt()
 
 
 @atexit.register

@@ -10,7 +10,7 @@ waits for it asks the device nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,7 @@ from shardkeep.arrays import Bytes, HostSource, Source, Staging
 from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
+from shardkeep.engine.arriving import ArrivingSource, arriving_sources
 from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
@@ -147,6 +148,11 @@ class Snapshot:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
+    @property
+    def memory(self) -> Bytes:
+        """What they come into."""
+        return self.arena.memory
+
     def is_ready(self, staging: Staging) -> bool:
         """Whether a device can copy to all of the arena that is used."""
         return self.arena.is_ready(self.held.length, staging)
@@ -241,6 +247,13 @@ class Snapshot:
         self.wait(low, high)
         return self.arena.memory[low:high]
 
+    def arrivals(self) -> Iterator[int]:
+        """Up to where all of the arena is there, again and again until that is its end."""
+        for low in range(0, self.held.length, self.unit):
+            high = min(low + self.unit, self.held.length)
+            self.wait(low, high)
+            yield high
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
@@ -252,26 +265,6 @@ def _units_of(start: Ints, nbytes: Ints, unit: int, count: int) -> Ints:
     np.add.at(edges, start // unit, 1)
     np.add.at(edges, (start + nbytes - 1) // unit + 1, -1)
     return np.flatnonzero(np.cumsum(edges[:-1]))
-
-
-@dataclass(frozen=True, eq=False)
-class _LargeSource:
-    """A chunk in the arena, of which a part may be there before the rest."""
-
-    snapshot: Snapshot
-    start: int
-    array: npt.NDArray[np.generic]
-
-    def read_into(self, start: int, stop: int, out: Bytes) -> None:
-        """Wait for these elements only."""
-        item = self.array.itemsize
-        self.snapshot.wait(self.start + start * item, self.start + stop * item)
-        HostSource(self.array).read_into(start, stop, out)
-
-    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
-        """Wait for all of it."""
-        self.snapshot.wait(self.start, self.start + self.array.nbytes)
-        return HostSource(self.array).part(offsets, sizes)
 
 
 class StagedPlanner(SavePlanner):
@@ -315,32 +308,11 @@ class StagedPlanner(SavePlanner):
 
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """Chunks of the plan, in the arena; waits for small ones."""
-        snapshot, held = self.snapshot, self.snapshot.held
-        place = self._place[rows]
-        start, nbytes = held.start[place], held.nbytes[place]
-        tensor = items.chunks.tensor[rows]
+        held, place = self.snapshot.held, self._place[rows]
         bits = [lookup(kind.dtype).bits().newbyteorder("<") for kind in items.tensors.kinds]
-        small = nbytes <= snapshot.unit
-        if small.any():
-            snapshot.wait(int(start[small].min()), int((start + nbytes)[small].max()))
-        memory = snapshot.arena.memory
-        columns = zip(
-            start.tolist(),
-            nbytes.tolist(),
-            items.tensors.kind[tensor].tolist(),
-            small.tolist(),
-            rows.tolist(),
-            strict=True,
-        )
-        out: list[Source] = []
-        for at, length, kind, is_small, row in columns:
-            array = memory[at : at + length].view(bits[kind])
-            if is_small:
-                out.append(HostSource(array))
-            else:
-                shape = items.chunks.boxes[row].sizes
-                out.append(_LargeSource(snapshot, at, array.reshape(shape)))
-        return out
+        kinds = items.tensors.kind[items.chunks.tensor[rows]].tolist()
+        dtypes = [bits[kind] for kind in kinds]
+        return arriving_sources(self.snapshot, held.start[place], held.nbytes[place], dtypes)
 
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """By name and offsets."""
@@ -354,7 +326,6 @@ class StagedPlanner(SavePlanner):
                 (names[tensor[row]], boxes[row].offsets): row for row in range(len(tensor))
             }
         row = self._by_key[write_item.index.fqn, write_item.data.chunk.offsets]
-        source = self.sources(held.items, np.array([row]))[0]
-        if isinstance(source, HostSource):
-            return HostSource(source.array.reshape(write_item.data.chunk.sizes))
-        return source
+        (source,) = self.sources(held.items, np.array([row]))
+        assert isinstance(source, HostSource | ArrivingSource)
+        return replace(source, array=source.array.reshape(write_item.data.chunk.sizes))

@@ -202,7 +202,8 @@ class RankChunks:
         """`disk_order` are rows of the items; `start` says where each row lies in its file."""
         self._items = items
         self._planner = planner
-        self._rows = disk_order
+        self.rows = disk_order
+        """Of the items."""
         self.tensor = items.chunks.tensor[disk_order]
         self.boxes = items.chunks.boxes.take(disk_order)
         self.start = start[disk_order]
@@ -221,7 +222,7 @@ class RankChunks:
         )
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
-        return self._planner.sources(self._items, self._rows[low:high])
+        return self._planner.sources(self._items, self.rows[low:high])
 
     def image(
         self, low: int, high: int, begin: int, end: int

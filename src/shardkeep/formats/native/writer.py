@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import checked_budget, usable_cores
 from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.errors import (
     CheckpointError,
@@ -32,6 +34,7 @@ from shardkeep.formats.native.commit import (
     unlink_all,
     wait_visible,
 )
+from shardkeep.formats.native.detached import write_detached
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
@@ -65,9 +68,14 @@ from shardkeep.tables import LocationColumns, StateColumns
 
 __all__ = ["NativeWriter"]
 
+log = logging.getLogger("shardkeep")
+
 LEASE_SEEN_S = 10.0
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
+
+MOST_VALUES = 1 << 30
+"""Bytes of plain values that are sent to a process; chunks are not sent."""
 
 
 class _Result(msgspec.Struct):
@@ -109,6 +117,8 @@ class NativeWriter(StorageWriter):
         """Called as the last thing before the commit; what it raises stops it."""
         self.ranks_on_host = 1
         """How many ranks share this host's cores and memory."""
+        self.process: WriterProcess | None = None
+        """Writes what is staged, in place of this process."""
         self._algorithm = algorithm(digest)
         self._open_store = open_store
         self.reset(checkpoint_id)
@@ -248,13 +258,16 @@ class NativeWriter(StorageWriter):
 
         job = DataFiles(self.save_id, self._algorithm, self.block, plans, front, chunks.part)
         behind = isinstance(planner, StagedPlanner)
-        # Many small chunks are many objects without cycles, and are soon gone again.
-        soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
-            soon = paused_collector()
-        with soon, self._file_writer(planner.staging, behind) as files:
-            written = job.write(files, self._written)
-        self.stats = files.stats.as_dict()
+        if isinstance(planner, StagedPlanner) and plans and self._is_detachable(planner):
+            written = self._write_detached(job, chunks, planner)
+        else:
+            # Many small chunks are many objects without cycles, and are soon gone again.
+            soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
+                soon = paused_collector()
+            with soon, self._file_writer(planner.staging, behind) as files:
+                written = job.write(files, self._written)
+            self.stats = files.stats.as_dict()
         if plans:
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
@@ -262,6 +275,38 @@ class NativeWriter(StorageWriter):
         return [
             self._result(file, done, features) for file, done in zip(plans, written, strict=True)
         ]
+
+    def _is_detachable(self, planner: StagedPlanner) -> bool:
+        """Whether a process can write in place of this one; where it could, and can't, say so."""
+        if self.process is None:
+            return False
+        if type(self._store) is not LocalStore:
+            log.info(
+                "%s is written by a thread: its store is one of this process", self._store.root
+            )
+            return False
+        if sum(map(len, planner.snapshot.held.values.values())) > MOST_VALUES:
+            log.info("%s is written by a thread: its values are large", self._store.root)
+            return False
+        return True
+
+    def _write_detached(
+        self, job: DataFiles, chunks: RankChunks, planner: StagedPlanner
+    ) -> list[Written]:
+        assert self.process is not None
+        # A process that dies does not say which files exist.
+        self._written.extend(plan.name(self.save_id) for plan in job.plans)
+        written, self.stats = write_detached(
+            self.process,
+            job,
+            self._store.root,
+            chunks,
+            planner,
+            budget=checked_budget(self.memory_budget, self.ranks_on_host),
+            cores=self._cores(True),
+            progress=self.progress or (lambda nbytes: None),
+        )
+        return written
 
     def _file_writer(self, staging: Staging | None = None, behind: bool = False) -> FileWriter:
         return FileWriter(
