@@ -67,7 +67,8 @@ class PinnedStaging:
         memory = page_aligned(nbytes)
         # Let go of before the memory is: the array that owns it is the last to go.
         owner = memory if memory.base is None else memory.base
-        weakref.finalize(owner, self.pin(memory))
+        # Not when the program ends, while a save may still go on: the device lets go by itself.
+        weakref.finalize(owner, self.pin(memory)).atexit = False
         return memory
 
     def pin(self, memory: Bytes) -> Callable[[], None]:
@@ -163,7 +164,7 @@ class PinnedStaging:
         with self._lock:
             if not len(self._marks):
                 self._marks = page_aligned(mmap.PAGESIZE)
-                weakref.finalize(self._marks.base, self.pin(self._marks))
+                weakref.finalize(self._marks.base, self.pin(self._marks)).atexit = False
             mark, self._marks = self._marks[:1], self._marks[1:]
             return mark
 

@@ -66,6 +66,8 @@ class WriteFile:
         self._alignment = 1
         self._turning = threading.Lock()
         self._closer = weakref.finalize(self, os.close, fd)
+        # Not when the program ends: a save may go on until then, and write to what has its number.
+        self._closer.atexit = False
 
     def detach(self) -> int:
         """Give the descriptor to somebody else, who closes it."""

@@ -41,6 +41,7 @@ class ReadFile:
         self.fd = fd
         self.path = path
         self._closer = weakref.finalize(self, os.close, fd)
+        self._closer.atexit = False  # somebody may still be reading
         self.size = os.fstat(fd).st_size
         self._direct: int | None = None
         """A second descriptor, around the page cache: not asked for yet, or -1 for none."""
@@ -112,6 +113,7 @@ class ReadFile:
                         fd = os.open(f"/proc/self/fd/{self.fd}", flags)
                         self._alignment = align
                         self._direct_closer = weakref.finalize(self, os.close, fd)
+                        self._direct_closer.atexit = False
                         self._direct = fd
             return self._direct
 
