@@ -70,6 +70,8 @@ class Background:
     def __init__(self, coordinator: Coordinator, writer: WriterKind = "thread") -> None:
         """`coordinator` is used by nobody else while a save is running."""
         self.coordinator = coordinator
+        self.owner = os.getpid()
+        """A process that is forked has no thread that could complete a save."""
         self.arena = Arena(shared=writer == "process")
         self.process = WriterProcess() if writer == "process" else None
         """Writes what is in the arena, where no thread of this process is to do so."""
@@ -468,7 +470,7 @@ def _end_processes() -> None:
 @atexit.register
 def _complete_all() -> None:
     """The program ends: saves that are running are completed, or reported."""
-    running = [background for background in list(_alive) if background.is_busy]
+    running = [b for b in list(_alive) if b.is_busy and b.owner == os.getpid()]
     if not running:
         return
     deadline = time.monotonic() + exit_timeout_s()

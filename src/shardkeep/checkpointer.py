@@ -68,8 +68,9 @@ class Checkpointer:
             raise ValueError(f"writer is {writer!r}; use 'thread' or 'process'")
         if writer == "process" and not can_start():
             raise ValueError(
-                "writer='process' needs memory that processes can share by a descriptor, which "
-                f"{sys.platform} does not have; use 'thread'"
+                "writer='process' needs memory that processes share by a descriptor, and a Python "
+                f"that can be started; this program on {sys.platform} does not have both. Use "
+                "'thread'."
             )
         checked_budget(memory_budget)
         self._coordinator = coordinator_for(process_group, no_dist, timeout_s)

@@ -35,11 +35,12 @@ __all__ = [
 LOOK_MS = 1000
 """Between two looks at whether the other side is alive."""
 PIECE = 1 << 20
-"""Most bytes received at once."""
+"""Most bytes that are sent or received at once."""
 MOST_DESCRIPTORS = 4
 _LENGTH = 8
 _NO_SIGNAL: int = getattr(socket, "MSG_NOSIGNAL", 0)
 """A program may have made SIGPIPE deadly, and must not die of its writer's death."""
+_AT_ONCE: int = _NO_SIGNAL | getattr(socket, "MSG_DONTWAIT", 0)
 
 
 class Memory(msgspec.Struct, frozen=True, tag=True):
@@ -103,8 +104,10 @@ class Channel:
         self._socket = end
         self._is_alive = is_alive
         self._sending = threading.Lock()
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
+        self._has_come = select.poll()
+        self._has_come.register(end, select.POLLIN)
+        self._has_room = select.poll()
+        self._has_room.register(end, select.POLLOUT)
         self._decoder = msgspec.msgpack.Decoder(Message)
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
@@ -113,20 +116,26 @@ class Channel:
         length = len(data).to_bytes(_LENGTH, "little")
         try:
             with self._sending:
-                if descriptor is not None:
-                    socket.send_fds(self._socket, [length], [descriptor], _NO_SIGNAL)
-                    self._socket.sendall(data, _NO_SIGNAL)
-                elif len(data) < PIECE:
-                    self._socket.sendall(length + data, _NO_SIGNAL)
+                if descriptor is None:
+                    self._write(length)
                 else:
-                    self._socket.sendall(length, _NO_SIGNAL)
-                    self._socket.sendall(data, _NO_SIGNAL)
+                    socket.send_fds(self._socket, [length], [descriptor], _NO_SIGNAL)
+                self._write(data)
         except OSError as error:
             raise Gone from error
 
+    def _write(self, data: bytes) -> None:
+        left = memoryview(data)
+        while left:
+            if self._has_room.poll(LOOK_MS):
+                with contextlib.suppress(BlockingIOError):
+                    left = left[self._socket.send(left[:PIECE], _AT_ONCE) :]
+            elif not self._is_alive():
+                raise Gone
+
     def has_message(self) -> bool:
         """Whether `receive` finds something, be it the end."""
-        return bool(self._poll.poll(0))
+        return bool(self._has_come.poll(0))
 
     def receive(self) -> tuple[Message, list[int]]:
         """The next message, and the descriptors that came with it; waits for it."""
@@ -144,7 +153,7 @@ class Channel:
     def _read(self, nbytes: int, descriptors: list[int]) -> bytes:
         parts = []
         while nbytes:
-            while not self._poll.poll(LOOK_MS):
+            while not self._has_come.poll(LOOK_MS):
                 # What it said last may have come between the two looks.
                 if not self._is_alive() and not self.has_message():
                     raise Gone

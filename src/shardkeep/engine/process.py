@@ -43,8 +43,9 @@ serve({descriptor}, {program})
 
 
 def can_start() -> bool:
-    """Whether this system has what it takes: memory with a descriptor that can be passed on."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    """Whether there is what it takes: memory with a descriptor, and a Python to start."""
+    shares = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    return shares and not getattr(sys, "frozen", False)
 
 
 class WriterProcess:
@@ -150,7 +151,7 @@ class _Running:
             )
             try:
                 self._popen = subprocess.Popen(
-                    [sys.executable or "python", "-P", "-c", code],
+                    [sys.executable or "", "-P", "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),

@@ -19,6 +19,7 @@ import queue
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
@@ -52,6 +53,8 @@ def serve(descriptor: int, program: int) -> NoReturn:
         channel.send(Hello())
         threading.Thread(target=server.listen, name="shardkeep-listen", daemon=True).start()
         server.work()
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 
@@ -81,6 +84,8 @@ class _Server:
                 self._hear()
         except Gone:
             status = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(status)
 

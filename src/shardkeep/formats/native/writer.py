@@ -74,7 +74,7 @@ LEASE_SEEN_S = 10.0
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
 
-MOST_VALUES = 1 << 30
+MOST_VALUES = 256 << 20
 """Bytes of plain values that are sent to a process; chunks are not sent."""
 
 
