@@ -5,6 +5,7 @@ import errno
 import gc
 import logging
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -22,9 +23,11 @@ from hypothesis import strategies as st
 import shardkeep
 from shardkeep import CheckpointNotFoundError, StorageError, ThreadRanks
 from shardkeep.engine import process as engine_process
+from shardkeep.engine.frames import Channel, Job
 from shardkeep.engine.process import can_start
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.formats.native.commit import read_record
+from shardkeep.formats.native.layout import Limits
 from shardkeep.stores.local import LocalStore
 
 pytestmark = pytest.mark.skipif(not can_start(), reason="no shared memory by descriptor")
@@ -93,6 +96,20 @@ def payloads(path) -> list[bytes]:
 
 def left_in(path) -> list[str]:
     return sorted(os.listdir(path / "data")) if (path / "data").exists() else []
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Jobs that processes were given."""
+    put, send = queue.SimpleQueue(), Channel.send
+
+    def tell(self, message, descriptor=None):
+        send(self, message, descriptor)
+        if isinstance(message, Job):
+            put.put(message)
+
+    monkeypatch.setattr(Channel, "send", tell)
+    return put
 
 
 @contextlib.contextmanager
@@ -174,6 +191,17 @@ def test_torch_states_and_late_copies(tmp_path, keeper):
     keeper.async_save(state, tmp_path / "a", snapshot="lazy").result()
     shardkeep.save(state, tmp_path / "b")
     assert payloads(tmp_path / "a") == payloads(tmp_path / "b")
+
+
+def test_several_files_at_a_time(tmp_path, long_lived):
+    limits = Limits(payload=MIB, together=8, least=MIB)
+    state = {f"t{i}": np.random.default_rng(i).random(50_000 + i) for i in range(40)}
+    writers = [shardkeep.NativeWriter(tmp_path / n, limits=limits) for n in ("a", "b")]
+    shardkeep.save(state, storage_writer=writers[0])
+    long_lived.async_save(state, storage_writer=writers[1]).result()
+    assert len(payloads(tmp_path / "a")) > 8
+    assert payloads(tmp_path / "b") == payloads(tmp_path / "a")
+    assert shardkeep.verify(tmp_path / "b").ok
 
 
 def test_ranks_have_a_process_each(tmp_path):
@@ -331,7 +359,20 @@ def test_a_python_that_does_not_start_is_an_error(tmp_path, keeper, monkeypatch)
     check(tmp_path / "d", some_state())
 
 
-def test_storages_that_know_no_process_are_written_by_a_thread(tmp_path, keeper, caplog):
+def test_storages_of_others_are_written_by_a_thread(tmp_path, keeper, caplog):
+    def pass_on(name):
+        return lambda self, *given, **named: getattr(self.inner, name)(*given, **named)
+
+    names = [*shardkeep.StorageWriter.__abstractmethods__, "settle", "abort", "storage_meta"]
+    foreign = type("Foreign", (shardkeep.StorageWriter,), {name: pass_on(name) for name in names})()
+    foreign.inner = shardkeep.NativeWriter(tmp_path)
+    with caplog.at_level(logging.INFO, "shardkeep"):
+        keeper.async_save(some_state(), tmp_path, storage_writer=foreign).result()
+    assert "Foreign is not made for that" in caplog.text
+    check(tmp_path, some_state())
+
+
+def test_stores_of_this_process_are_written_by_a_thread(tmp_path, keeper, caplog):
     class OtherStore(LocalStore):
         pass
 
@@ -355,12 +396,13 @@ def killed(match="killed by SIGKILL"):
     return pytest.raises(StorageError, match=match)
 
 
-def test_death_before_anything_is_written(tmp_path, keeper):
+def test_death_before_anything_is_written(tmp_path, keeper, told):
     keeper.async_save(some_state(seed=1), tmp_path).result()
+    told.get()
     pid = pid_of(keeper)
     os.kill(pid, signal.SIGSTOP)
     handle = keeper.async_save(some_state(seed=2), tmp_path, overwrite=True)
-    handle.wait_staged()
+    told.get(timeout=30)
     os.kill(pid, signal.SIGKILL)
     with killed() as caught:
         handle.result()
@@ -372,11 +414,40 @@ def test_death_before_anything_is_written(tmp_path, keeper):
     assert len(left_in(tmp_path)) == 2
 
 
-def test_death_while_the_state_is_staged(tmp_path, keeper, monkeypatch):
+def test_death_of_one_ranks_process_fails_the_save_on_all(tmp_path, told):
+    states = [some_state(seed=seed)["w0"] for seed in range(4)]
+
+    def save(coordinator):
+        rank = coordinator.rank
+        with shardkeep.Checkpointer(process_group=coordinator, writer="process") as kept:
+            kept.async_save({f"r{rank}": states[rank]}, tmp_path).result()
+            if rank == 1:
+                os.kill(pid_of(kept), signal.SIGSTOP)
+            handle = kept.async_save({f"r{rank}": states[2 + rank]}, tmp_path, overwrite=True)
+            if rank == 1:
+                for _ in range(4):  # two of each save
+                    told.get(timeout=30)
+                os.kill(pid_of(kept), signal.SIGKILL)
+            error = handle.exception()
+            with shardkeep.open(tmp_path) as opened:
+                whole = opened[f"r{rank}"].numpy().tobytes() == states[rank].tobytes()
+            kept.async_save({f"r{rank}": states[2 + rank]}, tmp_path, overwrite=True).result()
+            return error, whole
+
+    for error, whole in ThreadRanks(2).run(save):
+        assert isinstance(error, StorageError)
+        assert "killed by SIGKILL" in str(error)
+        assert whole
+    check(tmp_path, {"r0": states[2], "r1": states[3]})
+    assert len(left_in(tmp_path)) == 3
+
+
+def test_death_while_the_state_is_staged(tmp_path, keeper, told, monkeypatch):
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(300, 300)
     state = {"model": model.state_dict()}
     keeper.async_save(state, tmp_path / "a").result()
+    told.get()
     pid = pid_of(keeper)
     with held_staging(monkeypatch) as let:
         caller = {}
@@ -384,7 +455,7 @@ def test_death_while_the_state_is_staged(tmp_path, keeper, monkeypatch):
             target=lambda: caller.update(handle=keeper.async_save(state, tmp_path / "b"))
         )
         thread.start()
-        time.sleep(0.3)
+        told.get(timeout=30)
         os.kill(pid, signal.SIGKILL)
         let.set()
         thread.join()
@@ -473,6 +544,21 @@ def test_cancelled_while_it_writes(tmp_path, keeper):
     assert len(left_in(tmp_path)) == 2
     keeper.async_save(some_state(1, 2), tmp_path, overwrite=True).result()
     check(tmp_path, some_state(1, 2))
+
+
+def test_cancelled_while_the_process_is_stuck(tmp_path, keeper, told):
+    keeper.async_save(some_state(), tmp_path).result()
+    told.get()
+    pid = pid_of(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    handle = keeper.async_save(some_state(seed=1), tmp_path, overwrite=True)
+    told.get(timeout=30)
+    assert handle.cancel()
+    handle_ended(handle)
+    assert handle.cancelled()
+    assert not is_running(pid)
+    check(tmp_path, some_state())
+    assert len(left_in(tmp_path)) == 2
 
 
 def handle_ended(handle, seconds: float = 30.0) -> None:

@@ -137,12 +137,16 @@ class Channel:
         """Whether `receive` finds something, be it the end."""
         return bool(self._has_come.poll(0))
 
-    def receive(self) -> tuple[Message, list[int]]:
-        """The next message, and the descriptors that came with it; waits for it."""
+    def receive(self, meanwhile: Callable[[], None] = lambda: None) -> tuple[Message, list[int]]:
+        """The next message, and the descriptors that came with it.
+
+        Waits for it, and calls `meanwhile` every second, which may raise.
+        """
         descriptors: list[int] = []
         try:
-            length = int.from_bytes(self._read(_LENGTH, descriptors), "little")
-            return self._decoder.decode(self._read(length, descriptors)), descriptors
+            length = int.from_bytes(self._read(_LENGTH, descriptors, meanwhile), "little")
+            data = self._read(length, descriptors, meanwhile)
+            return self._decoder.decode(data), descriptors
         except BaseException as error:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -150,10 +154,11 @@ class Channel:
                 raise Gone from error
             raise
 
-    def _read(self, nbytes: int, descriptors: list[int]) -> bytes:
+    def _read(self, nbytes: int, descriptors: list[int], meanwhile: Callable[[], None]) -> bytes:
         parts = []
         while nbytes:
             while not self._has_come.poll(LOOK_MS):
+                meanwhile()
                 # What it said last may have come between the two looks.
                 if not self._is_alive() and not self.has_message():
                     raise Gone

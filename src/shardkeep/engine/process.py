@@ -190,7 +190,8 @@ class _Running:
 
     def hear(self, progress: Callable[[int], None]) -> bytes | None:
         """Wait for what it says; gives the answer, when that has come."""
-        message, _ = self.channel.receive()
+        # No progress is told of as well: who wants to cancel need not wait for a disk.
+        message, _ = self.channel.receive(lambda: progress(0))
         if isinstance(message, Failed):
             error = revive(message.failure)
             if isinstance(error, StorageError):
