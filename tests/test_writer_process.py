@@ -220,10 +220,10 @@ def test_ranks_have_a_process_each(tmp_path):
     assert not any(map(is_running, pids))
 
 
-def test_blake3(tmp_path, keeper):
+def test_blake3(tmp_path, long_lived):
     pytest.importorskip("blake3")
     writer = shardkeep.NativeWriter(tmp_path, digest="blake3")
-    keeper.async_save(some_state(), storage_writer=writer).result()
+    long_lived.async_save(some_state(), storage_writer=writer).result()
     assert writer.process is None
     assert shardkeep.verify(tmp_path).ok
 
@@ -246,9 +246,9 @@ def test_no_framework_and_nothing_of_the_directory_is_in_the_process(tmp_path, k
         assert f"/{library}/" not in maps
 
 
-def test_it_is_modest(tmp_path, keeper):
-    keeper.async_save(some_state(), tmp_path).result()
-    assert os.getpriority(os.PRIO_PROCESS, pid_of(keeper)) == min(
+def test_it_is_modest(tmp_path, long_lived):
+    long_lived.async_save(some_state(), tmp_path).result()
+    assert os.getpriority(os.PRIO_PROCESS, pid_of(long_lived)) == min(
         19, os.getpriority(os.PRIO_PROCESS, 0) + 10
     )
 
@@ -274,7 +274,7 @@ def test_nothing_is_left_after_close(tmp_path):
 
     once("first")
     before = set(os.listdir("/proc/self/fd"))
-    pids = [once(step) for step in range(3)]
+    pids = [once(step) for step in range(2)]
     assert len(os.listdir("/proc/self/fd")) == len(before)
     for pid in pids:
         assert not Path(f"/proc/{pid}").exists()
@@ -289,14 +289,14 @@ def test_a_keeper_that_is_dropped_takes_its_process_along(tmp_path):
     wait_gone(pid)
 
 
-def test_signals_for_the_program_do_not_end_it(tmp_path, keeper):
-    keeper.async_save(some_state(), tmp_path / "a").result()
-    pid = pid_of(keeper)
+def test_signals_for_the_program_do_not_end_it(tmp_path, long_lived):
+    long_lived.async_save(some_state(), tmp_path / "a").result()
+    pid = pid_of(long_lived)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     assert os.getpgid(pid) != os.getpgid(0)
-    keeper.async_save(some_state(), tmp_path / "b").result()
-    assert pid_of(keeper) == pid
+    long_lived.async_save(some_state(), tmp_path / "b").result()
+    assert pid_of(long_lived) == pid
 
 
 def test_prewarm_starts_it(tmp_path, keeper):
@@ -508,7 +508,7 @@ def kill_at_random(path, keeper, rounds: int, mib: int, chance: random.Random) -
 
 
 def test_death_at_random_moments(tmp_path, keeper):
-    kill_at_random(tmp_path, keeper, 4, 24, random.Random())
+    kill_at_random(tmp_path, keeper, 3, 16, random.Random())
 
 
 @pytest.mark.slow
