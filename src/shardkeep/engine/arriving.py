@@ -4,18 +4,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from shardkeep.arrays import Bytes, HostSource, Source
 from shardkeep.columns import Ints
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-__all__ = ["Arriving", "ArrivingSource", "Incoming", "arriving_sources"]
+__all__ = ["Arriving", "ArrivingSource", "Incoming", "arriving_sources", "image_of"]
 
 
 class Arriving(Protocol):
@@ -72,6 +71,24 @@ class ArrivingSource:
         """Wait for all of it."""
         self.arriving.wait(self.start, self.start + self.array.nbytes)
         return HostSource(self.array).part(offsets, sizes)
+
+
+def image_of(
+    arriving: Arriving, start: Ints, nbytes: Ints, place: Ints
+) -> Callable[[int, int], Bytes | None]:
+    """For chunks that begin at `start` in a file and at `place` in such memory: finds bytes of the
+    file there, once they have arrived, if the chunks lie the same in both."""
+    if not len(start) or not np.array_equal(place - place[0], start - start[0]):
+        return lambda low, high: None
+    begin, end, shift = int(start[0]), int(start[-1] + nbytes[-1]), int(place[0] - start[0])
+
+    def find(low: int, high: int) -> Bytes | None:
+        if low < begin or high > end:
+            return None
+        arriving.wait(low + shift, high + shift)
+        return arriving.memory[low + shift : high + shift]
+
+    return find
 
 
 def arriving_sources(

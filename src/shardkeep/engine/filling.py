@@ -41,6 +41,9 @@ class Chunks:
     """Bytes of an element of each."""
     sources: Callable[[int, int], Sequence[Source]]
     """Gives the elements of chunks [low, high), when they are needed, on any thread."""
+    image: Callable[[int, int], Bytes | None] = lambda low, high: None
+    """Memory of ours that holds the bytes [low, high) as they lie there, if there is any: nothing
+    need be copied then. May wait for them."""
 
 
 class Filler:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -241,11 +241,6 @@ class Snapshot:
                         self._check()
                         self._changed.wait(LOOK_S)
         self._check()
-
-    def bytes(self, low: int, high: int) -> Bytes:
-        """The same, and they."""
-        self.wait(low, high)
-        return self.arena.memory[low:high]
 
     def arrivals(self) -> Iterator[int]:
         """Up to where all of the arena is there, again and again until that is its end."""

@@ -46,9 +46,6 @@ class Payload:
     """Where the chunks end."""
     late: Callable[[], bytes] = bytes
     """Gives what follows them; called once, when every chunk has been digested."""
-    image: Callable[[int, int], Bytes | None] = lambda low, high: None
-    """Memory of ours that holds exactly the bytes [low, high) and can be written as it is, if there
-    is any; may wait for them."""
 
 
 @dataclass(slots=True)
@@ -223,7 +220,7 @@ class _FileWriter:
         begun = time.perf_counter()
         staging = self._pool.staging
         try:
-            image = self._payload.image(low, high)
+            image = self._payload.chunks.image(low, high)
             if image is not None:
                 return _Filled(low, high, buffer, self._filler.rows(low, high), None, image)
             rows = self._fill(low, high, buffer[: high - low])

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardkeep.arrays import Source
 from shardkeep.dtypes import bits_of
-from shardkeep.engine.arriving import Incoming, arriving_sources
+from shardkeep.engine.arriving import Incoming, arriving_sources, image_of
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.process import WriterProcess
@@ -127,6 +127,7 @@ class _ArenaChunks:
             self._nbytes[rows],
             self._itemsize[rows],
             lambda first, last: self._sources(low + first, low + last),
+            image_of(self._incoming, self._start[rows], self._nbytes[rows], self._place[rows]),
         )
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:

@@ -7,14 +7,16 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSource, Source, Staging
+from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
+from shardkeep.engine.arriving import image_of
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
@@ -214,35 +216,21 @@ class RankChunks:
     def part(self, low: int, high: int) -> Chunks:
         """The chunks [low, high), which lie in one file, for the engine."""
         rows = slice(low, high)
-        return Chunks(
-            self.start[rows],
-            self.nbytes[rows],
+        start, nbytes = self.start[rows], self.nbytes[rows]
+        chunks = Chunks(
+            start,
+            nbytes,
             self.itemsize[rows],
             lambda first, last: self._sources(low + first, low + last),
         )
+        planner = self._planner
+        if isinstance(planner, StagedPlanner):
+            place = planner.places(self.rows[rows])
+            return replace(chunks, image=image_of(planner.snapshot, start, nbytes, place))
+        return chunks
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
         return self._planner.sources(self._items, self.rows[low:high])
-
-    def image(
-        self, low: int, high: int, begin: int, end: int
-    ) -> Callable[[int, int], Bytes | None]:
-        """Finds bytes of a file, whose chunks [low, high) are its bytes [begin, end), in an arena
-        where they lie as they do in the file."""
-        planner = self._planner
-        place = None
-        if isinstance(planner, StagedPlanner) and low < high:
-            places = planner.places(self._rows[low:high])
-            if np.array_equal(places - places[0], self.start[low:high] - begin):
-                place = int(places[0])
-
-        def find(low: int, high: int) -> Bytes | None:
-            if place is None or low < begin or high > end:
-                return None
-            assert isinstance(planner, StagedPlanner)
-            return planner.snapshot.bytes(place + low - begin, place + high - begin)
-
-        return find
 
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""
