@@ -1,4 +1,4 @@
-"""`python -m benchmarks io|small|reshard|device|plan`; each has `--help`."""
+"""`python -m benchmarks io|small|reshard|device|async|plan`; each has `--help`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ BENCHMARKS = {
     "small": "small_tensors",
     "reshard": "resharding",
     "device": "accelerator",
+    "async": "background_saves",
     "plan": "plan",
 }
 """Command to module."""

@@ -126,6 +126,66 @@ def test_device_without_a_device(disk, capsys):
     assert set(numbers["sides"]) == {"shardkeep", "torch DCP"}
 
 
+@pytest.mark.filterwarnings("default")
+def test_async_as_a_command(tmp_path, capsys):
+    from benchmarks import background_saves
+
+    sides = "shardkeep, save; shardkeep, thread; shardkeep, process; shardkeep, lazy; torch; "
+    options = ["--size", "0.001", "--layers", "1", "--steady", "1", "--growth", "2"]
+    options += ["--loop", "0.01", "--sides", sides + "torch, kept"]
+    numbers = run(background_saves.main, tmp_path, capsys, *options)
+    assert not numbers["failed"]
+    assert len(numbers["sides"]) == 6
+    assert set(numbers["sides"]["shardkeep, lazy"]) == {"first", "prewarm", "prewarmed", "steady"}
+    assert len(numbers["resident"]["shardkeep, process"]) == 2
+    assert numbers["beside"]["shardkeep, thread"][0]["alone"][0]["per_s"] > 0
+
+
+def test_a_way_that_saves_what_came_later_is_found(tmp_path):
+    import torch
+    from benchmarks.background_saves import Run
+    from benchmarks.background_sides import Ours, State
+
+    class Late(Ours):
+        def begin(self, path):
+            self.state.negate()
+            begun = super().begin(path)
+            self.state.negate()
+            return begun
+
+    state = State(SMALL, torch.device("cpu"))
+    ways = {"late": Late(state), "ours": Ours(state)}
+    run = Run(state, ways, tmp_path)
+    run.each(run.check)
+    assert "other bits" in run.found.results.failed["late"]
+    assert list(ways) == ["ours"]
+
+
+def test_captures_are_counted_by_what_the_save_was_doing():
+    from benchmarks.beside import capture_until
+
+    done = []
+
+    def capture(number):
+        done.append(number)
+        if number == 1:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    seen = capture_until(capture, lambda: len(done) > 2, lambda: len(done) > 4)
+    assert (seen.staging, seen.writing) == (2, 2)
+    assert seen.failed == ["operation not permitted when stream is capturing"]
+
+
+def test_the_copy_of_a_device_is_scaled_to_all_bytes(monkeypatch):
+    import torch
+    from benchmarks import yardstick
+
+    monkeypatch.setattr(yardstick, "SOME", 1 << 16)
+    part = yardstick.DeviceCopy(torch.device("cpu"), 1 << 20)
+    assert len(part.target) == 1 << 16
+    assert part.seconds() > 0
+
+
 def test_resharding(disk):
     from benchmarks import resharding
     from benchmarks.sharded_states import Scenario

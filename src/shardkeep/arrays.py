@@ -80,6 +80,9 @@ class Staging(Protocol):
         Asks the device nothing, so that it can be called at any time on any thread.
         """
 
+    def here(self) -> Callable[[], None]:
+        """What to call on another thread, to have its copies come after what this one waits for."""
+
     def pin(self, memory: Bytes) -> Callable[[], None]:
         """Make memory known to the device until what is returned is called."""
 
@@ -374,7 +377,11 @@ class NotComposite:
 
 
 class Unstepped:
-    """For adapters whose arrays no optimizer is known to own."""
+    """For adapters whose arrays no optimizer is known to own, and that are looked at one by one."""
+
+    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Nothing quick is known."""
+        return [0] * len(values)
 
     def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
         """None is."""
@@ -459,6 +466,10 @@ class ArrayAdapter(Protocol):
         Without `wait`, only copies that this thread begins come after it. Returns how their
         elements are best copied; None where they are in host memory.
         """
+
+    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Where the elements of each value begin, if what this rank holds of it lies row-major in
+        host memory, as it is stored; else 0."""
 
     def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
         """For each value, whether only an optimizer's step changes it, as far as is known."""

@@ -17,23 +17,25 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import InvalidStateError
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from shardkeep.arrays import Staging
+from shardkeep.arrays import StagedSource, Staging
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
 from shardkeep.engine.budget import usable_cores
+from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import (
     DEVICE_UNIT,
     HOST_UNIT,
     Copying,
     Held,
+    Mask,
     Snapshot,
     StagedPlanner,
     hold,
@@ -76,7 +78,11 @@ class Background:
         """Used by nobody else while a save is running."""
         self.shares = twin is None
         """Whether it is the group's own, so that other calls must wait."""
+        self.owner = os.getpid()
+        """A process that is forked has no thread that could complete a save."""
         self.arena = Arena(shared=writer == "process")
+        self.process = WriterProcess() if writer == "process" else None
+        """Writes what is in the arena, where no thread of this process is to do so."""
         self._last: SaveHandle | None = None
         self._run: _Run | None = None
         self._content = ("", "")
@@ -118,6 +124,9 @@ class Background:
         self.wait()
         if self._run is not None:
             self._run.join()
+            self._run = None
+        if self.process is not None:
+            self.process.close()
         self.arena.close()
         if not self.shares:
             self.coordinator.close()
@@ -135,7 +144,7 @@ class Background:
 
         def make_ready() -> None:
             held = hold(plan, planner, writer.write_order(plan))
-            self.arena.reserve(held.length)
+            self._reserve(held.length)
             self.arena.prepare(held.length, planner.staging, _threads(writer))
 
         coordinator.agree("make memory ready", make_ready)
@@ -154,6 +163,7 @@ class Background:
             if isinstance(saving.planner, DefaultSavePlanner):
                 saving.planner.waits = False
             plan, held = self._plan(saving)
+            self._lend_process(saving.writer, inside)
             with saving.aborting():
                 staging = saving.planner.staging
                 unit = HOST_UNIT if staging is None else DEVICE_UNIT
@@ -164,6 +174,25 @@ class Background:
                 run.start(inside.pop_all())
         run.take()
         return run.handle
+
+    def _reserve(self, nbytes: int) -> None:
+        self.arena.reserve(nbytes)
+        if self.process is not None:
+            # At once: it keeps other memory of ours until it is told of this.
+            self.process.share(self.arena)
+
+    def _lend_process(self, writer: StorageWriter, inside: contextlib.ExitStack) -> None:
+        """While a save is running, a storage that knows what to do with a process has ours."""
+        if self.process is None:
+            return
+        if not hasattr(writer, "process"):
+            log.info(
+                "a thread writes in place of a process: %s is not made for that",
+                type(writer).__qualname__,
+            )
+            return
+        writer.process = self.process
+        inside.callback(setattr, writer, "process", None)
 
     def _compare(self, result: SaveResult, content: str) -> None:
         """Warn of a save that holds what the last one held: its snapshot may not be of now."""
@@ -187,7 +216,7 @@ class Background:
                     held = hold(plan, saving.planner, saving.writer.write_order(plan))
                 except StalePlan:
                     return _NO
-                self.arena.reserve(held.length)
+                self._reserve(held.length)
                 found.append(held)
                 return _YES
 
@@ -210,33 +239,63 @@ class _Steps:
 
     now: list[Copying]
     """Copied before the caller goes on."""
-    begun: list[Copying]
-    """Begun by the caller, and done by a device while it goes on."""
     later: list[Copying]
     """Copied while the caller goes on."""
+    alone: bool
+    """Whether nothing is written before all copies are begun: to ask a device for them takes many
+    turns at the interpreter, and a few to write."""
+    follow: Callable[[], None]
+    """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]]
     """Names of what was copied late and is not what it was; asked once all is there."""
+    needs_state: bool = False
+    """Whether what is copied later is read from the caller's arrays."""
 
 
 def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving: Saving) -> _Steps:
     held, planner = taken.held, saving.planner
     deferred = np.zeros(len(held.rows), np.bool_)
-    steps = _Steps([], [], [], lambda: ())
+    steps = _Steps([], [], False, lambda: None, lambda: ())
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        steps.now, steps.later = [taken.expect(~deferred)], [taken.expect(deferred)]
+        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
+        steps.needs_state = bool(deferred.any())
         return steps
-    on_device = held.on_device
-    if not taken.is_ready(staging) and taken.duplicate(on_device, staging):
-        # The arena takes long to make ready, and the device has room for a copy meanwhile.
-        steps.now.append(taken.expect(~on_device & ~deferred))
-        steps.later.append(taken.expect(on_device, staging))
-    else:
-        steps.now.append(taken.expect(~deferred, staging))
-        steps.begun.append(taken.expect(on_device & deferred, staging))
-    steps.later.append(taken.expect(~on_device & deferred))
+    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
+        return steps
+    steps.alone = True
+    steps.now.append(taken.expect(~deferred, staging))
+    if deferred.any():
+        steps.later.append(taken.expect(deferred, staging))
+        steps.follow = staging.here()
+        steps.needs_state = True
     return steps
+
+
+def _host_steps(taken: Snapshot, which: Mask) -> list[Copying]:
+    """Chunks in host memory, which stand still: most are found by their addresses alone."""
+    quick, left = taken.expect_memory(which)
+    return [quick, taken.expect(left)]
+
+
+def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps) -> bool:
+    """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
+
+    False if it has no room for that.
+    """
+    sources = taken.held.sources(np.ones(len(deferred), np.bool_))
+    on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
+    doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
+    if doubles is None:
+        return False
+    steps.now.extend(_host_steps(taken, ~on_device & ~deferred))
+    steps.later.append(taken.expect(on_device, staging, doubles))
+    steps.later.append(taken.expect(~on_device & deferred))
+    steps.needs_state = bool((~on_device & deferred).any())
+    if not steps.needs_state:
+        steps.changed = lambda: ()
+    return True
 
 
 class _Run:
@@ -263,6 +322,11 @@ class _Run:
         self._stall_s = 0.0
         self._is_committing = False
         self._stager: threading.Thread | None = None
+        self._arrived: Future[None] = Future()
+        """Done once everything is in the arena, as it was."""
+        self._may_write = threading.Event()
+        if not steps.alone:
+            self._may_write.set()
 
     def start(self, inside: contextlib.ExitStack) -> None:
         """Begin to write, and wait for what is to be written."""
@@ -300,18 +364,20 @@ class _Run:
         try:
             for copying in steps.now:
                 taken.copy(copying)
+            if not steps.later:
+                self._may_write.set()
             if self._staging is not None:
                 self._staging.fence()()
-            for copying in steps.begun:
-                taken.copy(copying)
-            if any(len(copying.units) for copying in (*steps.begun, *steps.later)):
+            if not steps.needs_state:
+                self._let_go()
+            if any(len(copying.units) for copying in steps.later):
                 stager = threading.Thread(
                     target=self._take_rest, name="shardkeep-stage", daemon=True
                 )
                 stager.start()
                 self._stager = stager
             else:
-                self._taken_all()
+                self._complete()
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
@@ -319,23 +385,31 @@ class _Run:
                 raise
         self._stall_s = time.perf_counter() - self._begun
 
-    def _fail(self, error: BaseException) -> None:
-        self._taken.fail(error)
-        self._release()
-        with contextlib.suppress(InvalidStateError):  # the save failed first
-            self.handle.staged.set_exception(error)
-
-    def _taken_all(self) -> None:
-        """The state may change, or go."""
-        self._release()
-        with contextlib.suppress(InvalidStateError):  # the save failed first
+    def _let_go(self) -> None:
+        """The state may change, or go: nothing of it is kept here."""
+        self._saving.release_state()
+        with contextlib.suppress(InvalidStateError):  # the save has ended already
             self.handle.staged.set_result(None)
 
-    def _release(self) -> None:
-        """Nothing of the state is kept here."""
-        self._taken.forget_sources()
-        self._steps = _Steps([], [], [], lambda: ())
+    def _complete(self) -> None:
+        """Everything is in the arena."""
+        self._steps = _Steps([], [], False, lambda: None, lambda: ())
+        self._arrived.set_result(None)
+        self._may_write.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StalePlan):
+            error = PlanError(
+                "an array got another shape, type or place before the snapshot was complete; with "
+                'snapshot="lazy", nothing but values may change before handle.wait_staged()'
+            )
+        self._taken.fail(error)
+        self._steps = _Steps([], [], False, lambda: None, lambda: ())
         self._saving.release_state()
+        for future in (self._arrived, self.handle.staged):
+            with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
+                future.set_exception(error)
+        self._may_write.set()
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -349,8 +423,10 @@ class _Run:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
+            self._steps.follow()
             for copying in self._steps.later:
                 self._taken.copy(copying)
+            self._may_write.set()
             self._taken.wait()
             changed = self._steps.changed()
             if changed:
@@ -359,7 +435,8 @@ class _Run:
                     'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
                     "next step, or handle.wait_staged()"
                 )
-            self._taken_all()
+            self._let_go()
+            self._complete()
         except BaseException as error:
             self._fail(error)
 
@@ -372,11 +449,12 @@ class _Run:
     def _write(self, inside: contextlib.ExitStack) -> None:
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
+        self._may_write.wait()
         try:
             with inside:
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
-                    self._plan, planner, self._is_cancelled, handle.wait_staged
+                    self._plan, planner, self._is_cancelled, self._arrived.result
                 )
                 assert result is not None
                 outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
@@ -420,9 +498,17 @@ if hasattr(os, "register_at_fork"):
 
 
 @atexit.register
+def _end_processes() -> None:
+    """After `_complete_all`, as it is registered before it: nothing is left behind."""
+    for background in list(_alive):
+        if background.process is not None:
+            background.process.interrupt()
+
+
+@atexit.register
 def _complete_all() -> None:
     """The program ends: saves that are running are completed, or reported."""
-    running = [background for background in list(_alive) if background.is_busy]
+    running = [b for b in list(_alive) if b.is_busy and b.owner == os.getpid()]
     if not running:
         return
     deadline = time.monotonic() + exit_timeout_s()

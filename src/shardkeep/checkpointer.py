@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
 from shardkeep.engine.budget import checked_budget
+from shardkeep.engine.process import can_start
 from shardkeep.errors import PlanError, StorageError, UnsupportedValueError
 from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
@@ -65,6 +67,12 @@ class Checkpointer:
         """
         if writer not in ("thread", "process"):
             raise ValueError(f"writer is {writer!r}; use 'thread' or 'process'")
+        if writer == "process" and not can_start():
+            raise ValueError(
+                "writer='process' needs memory that processes share by a descriptor, and a Python "
+                f"that can be started; this program on {sys.platform} does not have both. Use "
+                "'thread'."
+            )
         checked_budget(memory_budget)
         self._coordinator = coordinator_for(process_group, no_dist, timeout_s)
         self._memory_budget = memory_budget

@@ -15,6 +15,7 @@ from shardkeep.arrays import Source, settle_all
 from shardkeep.columns import Boxes, Ints, order_by
 from shardkeep.global_plan import join_plans
 from shardkeep.holding import Holding, Look
+from shardkeep.memory import Addresses
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
@@ -175,6 +176,16 @@ class DefaultSavePlanner(SavePlanner):
     def source_of(self, number: int, box: ChunkStorageMetadata) -> Source:
         """A piece, or the part of it that lies in `box`."""
         return self._holding.sources(np.array([number]), Boxes.of((box,)))[0]
+
+    def check_sources(self, items: WriteItems, rows: Ints) -> None:
+        """`StalePlan`, where an array is not what it was."""
+        self._holding.check(items.chunks.source[rows])
+
+    def addresses(self, items: WriteItems, rows: Ints) -> Addresses:
+        """As the adapters say."""
+        if type(self).resolve_data is not DefaultSavePlanner.resolve_data:
+            return super().addresses(items, rows)
+        return self._holding.addresses(items.chunks.source[rows], items.chunks.boxes.take(rows))
 
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """For many at once, which costs far less for each."""

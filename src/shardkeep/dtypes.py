@@ -18,7 +18,7 @@ from shardkeep.errors import MissingDependencyError, UnsupportedValueError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["TABLE", "DType", "by_code", "can_cast", "dtype_name", "lookup"]
+__all__ = ["TABLE", "DType", "bits_of", "by_code", "can_cast", "dtype_name", "lookup"]
 
 Kind = Literal["bool", "int", "float", "complex"]
 Cast = Literal[False, True, "widen"]
@@ -64,11 +64,12 @@ class DType:
 
     def bits(self) -> np.dtype[np.generic]:
         """A dtype of the same size whose copies keep every bit."""
-        return _bits(self.itemsize)
+        return bits_of(self.itemsize)
 
 
 @cache
-def _bits(itemsize: int) -> np.dtype[np.generic]:
+def bits_of(itemsize: int) -> np.dtype[np.generic]:
+    """A dtype for elements of so many bytes, whatever they mean, whose copies keep every bit."""
     import numpy as np
 
     return np.dtype("complex128" if itemsize == 16 else f"u{itemsize}")

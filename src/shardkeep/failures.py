@@ -13,7 +13,7 @@ import msgspec
 from shardkeep import errors
 from shardkeep.errors import CheckpointError, MismatchError, RankError
 
-__all__ = ["Failure", "describe", "merge_failures"]
+__all__ = ["Failure", "describe", "merge_failures", "revive"]
 
 MAX_TEXT = 64 << 10
 MAX_TRACE = 8000
@@ -71,6 +71,17 @@ def _clean(text: str, limit: int) -> str:
     if len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit} more characters)"
     return text.encode("utf-8", "backslashreplace").decode()
+
+
+def revive(failure: Failure) -> Exception:
+    """The error again, of its own class, for one process that was told of it by another."""
+    if failure.kind in errors.__all__:
+        error: Exception = getattr(errors, failure.kind)(failure.text, **failure.details)
+    else:
+        error = RuntimeError(f"{failure.kind}: {failure.text}")
+    if failure.trace:
+        error.add_note(f"in the other process:\n{failure.trace}")
+    return error
 
 
 def merge_failures(failures: Sequence[Failure]) -> CheckpointError:

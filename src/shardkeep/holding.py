@@ -20,6 +20,7 @@ import xxhash
 from shardkeep.arrays import ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
+from shardkeep.memory import Addresses
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import LocalColumns, Place, WriteItems
 from shardkeep.structure import DISTINCT_KEYS, Structure
@@ -261,11 +262,15 @@ class Holding:
         sources = self.sources(numbers, boxes)
         return list(zip(sources, nbytes.tolist(), itemsize.tolist(), strict=True))
 
+    def check(self, numbers: Ints) -> None:
+        """Raise `StalePlan` where a tensor was only recognised, and is not what it was."""
+        if self.trusted and not self._are_as_seen(self.look.tensor[numbers].tolist()):
+            raise StalePlan
+
     def sources(self, numbers: Ints, boxes: Boxes) -> list[Source]:
         """The elements of parts of pieces, given by box; from any thread."""
+        self.check(numbers)
         rows = self.look.tensor[numbers].tolist()
-        if self.trusted and not self._are_as_seen(rows):
-            raise StalePlan
         held = self.look.boxes.take(numbers)
         every = np.array_equal(held.offsets, boxes.offsets)
         every = every and np.array_equal(held.sizes, boxes.sizes)
@@ -276,6 +281,20 @@ class Holding:
             source = self._sources(row)[which]
             out.append(source if every else _part(source, held[at], boxes[at]))
         return out
+
+    def addresses(self, numbers: Ints, boxes: Boxes) -> Addresses:
+        """Where parts of pieces begin that are all a rank holds of a tensor, and lie row-major in
+        host memory, as they are stored; 0 for others. Valid as long as nothing is changed."""
+        held = self.look.boxes.take(numbers)
+        if not (
+            np.array_equal(held.offsets, boxes.offsets) and np.array_equal(held.sizes, boxes.sizes)
+        ):
+            return np.zeros(len(numbers), np.uint64)
+        found = self._by_adapter(lambda adapter, arrays: adapter.host_addresses(arrays))
+        alone = np.array([len(form.boxes) == 1 for form in self.look.forms], np.bool_)
+        rows = self.look.tensor[numbers]
+        known: Addresses = np.array(found, np.uint64)[rows] * alone[self.look.form[rows]]
+        return known
 
     def stepped(self, numbers: Ints) -> npt.NDArray[np.bool_]:
         """For each piece, whether only an optimizer's step changes its tensor."""

@@ -17,6 +17,7 @@ import numpy as np
 
 from shardkeep.arrays import HostPlaces, Sink, Source, Staging
 from shardkeep.columns import Boxes, Ints, Rows
+from shardkeep.memory import Addresses
 from shardkeep.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -288,6 +289,14 @@ class SavePlanner(ABC):
     @abstractmethod
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """The elements of a box, or the encoded value. May be called from any thread."""
+
+    def check_sources(self, items: WriteItems, rows: Ints) -> None:
+        """Raise what asking for the elements of these chunks would, as far as that is quick."""
+
+    def addresses(self, items: WriteItems, rows: Ints) -> Addresses:
+        """Where some chunks of the plan lie in host memory, row-major and as they are stored, if
+        that is known; else 0. Valid while the state stands still."""
+        return np.zeros(len(rows), np.uint64)
 
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """The elements of some chunks of the plan; asks `resolve_data` for each."""

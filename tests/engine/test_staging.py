@@ -111,6 +111,9 @@ class Device:
     def be_quiet(self):
         pass
 
+    def here(self):
+        return lambda: None
+
     def duplicate(self, sources):
         if not self.has_room:
             return None

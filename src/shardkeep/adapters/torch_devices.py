@@ -67,7 +67,7 @@ class PinnedStaging:
         memory = page_aligned(nbytes)
         # Let go of before the memory is: the array that owns it is the last to go.
         owner = memory if memory.base is None else memory.base
-        # The end of the program is no reason: a save may still be running.
+        # Not when the program ends, while a save may still go on: the device lets go by itself.
         weakref.finalize(owner, self.pin(memory)).atexit = False
         return memory
 
@@ -138,6 +138,17 @@ class PinnedStaging:
                 event.synchronize()
 
         return wait
+
+    def here(self) -> Callable[[], None]:
+        """Behind what this thread's streams wait for."""
+        events = {device: stream.record_event() for device, stream in _streams().items()}
+
+        def follow() -> None:
+            for device, event in events.items():
+                with _own_stream(device):
+                    torch.cuda.current_stream(device).wait_event(event)
+
+        return follow
 
     def arrival(self) -> Callable[[], bool]:
         """The device sets a byte of host memory behind each stream's copies."""

@@ -109,6 +109,12 @@ class TorchDistributed(NotComposite):
         """The memory of the local tensor."""
         return TENSORS.sink(value._local_tensor, dtype)
 
+    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+        """Of those with one local part."""
+        parts = [_kind(value).locals(value) for value in values]
+        found = iter(TENSORS.host_addresses([mine[0] for mine in parts if len(mine) == 1]))
+        return [next(found) if len(mine) == 1 else 0 for mine in parts]
+
     def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
         """Where every local part is."""
         parts = [_kind(value).locals(value) for value in values]

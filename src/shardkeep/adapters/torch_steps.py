@@ -19,9 +19,6 @@ import torch
 
 __all__ = ["before_step", "stepped", "versions"]
 
-_Place = tuple[str, int]
-"""A device, and where a storage begins there."""
-
 
 class _Steps:
     """The steps of one optimizer."""
@@ -39,8 +36,8 @@ class _Steps:
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-_nobodys: set[_Place | None] = set()
-"""Places of tensors that no optimizer owned when we last looked for more of them."""
+_nobodys: set[int | None] = set()
+"""Where tensors begin that no optimizer owned when we last looked for more of them."""
 
 
 def stepped(values: Sequence[torch.Tensor]) -> list[bool]:
@@ -71,9 +68,10 @@ def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) ->
     _know(optimizer).awaited.append(wait)
 
 
-def _place(value: torch.Tensor) -> _Place | None:
+def _place(value: torch.Tensor) -> int | None:
+    """Where its storage begins; hosts and devices share one space of addresses."""
     try:
-        return str(value.device), value.untyped_storage().data_ptr()
+        return value.untyped_storage().data_ptr()
     except Exception:  # a class may refuse anything, as parameters without a shape do
         return None
 
@@ -88,15 +86,20 @@ def _know(optimizer: torch.optim.Optimizer) -> _Steps:
 
 
 def _find() -> None:
-    for found in gc.get_objects():
-        # By its type alone: an object may do anything when asked for its class.
-        if issubclass(type(found), torch.optim.Optimizer):
-            with contextlib.suppress(AttributeError):  # one that is only half made
-                _know(found)
+    # By type alone: quick, and an object may do anything when asked for its class.
+    kinds = {torch.optim.Optimizer}
+    todo = [torch.optim.Optimizer]
+    while todo:
+        more = set(todo.pop().__subclasses__()) - kinds
+        kinds |= more
+        todo.extend(more)
+    for found in [found for found in gc.get_objects() if type(found) in kinds]:
+        with contextlib.suppress(AttributeError):  # one that is only half made
+            _know(found)
 
 
-def _owned() -> dict[_Place | None, _Steps]:
-    owned: dict[_Place | None, _Steps] = {
+def _owned() -> dict[int | None, _Steps]:
+    owned: dict[int | None, _Steps] = {
         _place(getattr(tensor, "_local_tensor", tensor)): steps
         for optimizer, steps in list(_known.items())
         for tensor in _tensors_of(optimizer)

@@ -8,6 +8,7 @@ its data pointer and is refused by name.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -55,6 +56,8 @@ _is_conj = torch.Tensor.is_conj
 _is_neg = torch.Tensor.is_neg
 _is_zero = torch.Tensor._is_zerotensor
 _stride = torch.Tensor.stride
+_is_cpu = attrgetter("is_cpu")
+_nbytes = attrgetter("nbytes")
 _data_ptr = torch.Tensor.data_ptr
 _untyped_storage = torch.Tensor.untyped_storage
 _storage_ptr = torch.UntypedStorage.data_ptr
@@ -155,6 +158,23 @@ class TorchTensors:
         for row in np.flatnonzero(begin + np.array(reach, np.uint64) > end).tolist():
             _check_storage(values[row], names[row])
         addresses: list[int] = begin.tolist()
+        return addresses
+
+    def host_addresses(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
+        """Of those that are whole: `sources` says what is wrong with the others."""
+        if sys.byteorder != "little":
+            return [0] * len(values)
+        count = len(values)
+        plain = np.fromiter(map(_is_contiguous, values), np.bool_, count)
+        plain &= np.fromiter(map(_is_cpu, values), np.bool_, count)
+        for odd in (_is_neg, _is_conj, _is_zero):
+            plain &= ~np.fromiter(map(odd, values), np.bool_, count)
+        storages = list(map(_untyped_storage, values))
+        begin = np.fromiter(map(_data_ptr, values), np.uint64, count)
+        end = np.fromiter(map(_storage_ptr, storages), np.uint64, count)
+        end += np.fromiter(map(_storage_nbytes, storages), np.uint64, count)
+        plain &= begin + np.fromiter(map(_nbytes, values), np.uint64, count) <= end
+        addresses: list[int] = np.where(plain, begin, 0).tolist()
         return addresses
 
     def sink(self, value: torch.Tensor, dtype: DType) -> Sink:

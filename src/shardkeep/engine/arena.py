@@ -18,6 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardkeep.arrays import Bytes, Staging
+from shardkeep.engine.budget import available_memory
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
@@ -40,17 +41,30 @@ class Arena:
         self.shared = shared
         self.fd = -1
         """Of the memory, where it is shared."""
+        self.version = 0
+        """Another number whenever it is other memory."""
         self.memory: Bytes = np.empty(0, np.uint8)
         """All of it."""
+        self._owner = os.getpid()
+        """A process that is forked must not write into memory that both of them share."""
         self._touched = 0
         self._pinned: list[Callable[[], None]] = []
         self._staging: Staging | None = None
 
     def reserve(self, nbytes: int) -> bool:
         """Make it at least so large, whatever was in it; says whether it is other memory now."""
-        if nbytes <= len(self.memory):
+        if nbytes <= len(self.memory) and self._owner == os.getpid():
             return False
         self.close()
+        # To be refused is better than to be killed for it by the system, in the middle of a copy.
+        available = available_memory()
+        if available is not None and nbytes > available:
+            raise MemoryError(
+                f"a snapshot of this state takes {nbytes} bytes of host memory on this rank, and "
+                f"{available} are available; use save, which needs no copy of the state"
+            )
+        self._owner = os.getpid()
+        self.version += 1
         nbytes = -(-(nbytes + nbytes // SPARE) // HUGE_PAGE) * HUGE_PAGE
         if self.shared:
             self.fd = _shared_file()

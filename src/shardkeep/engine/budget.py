@@ -22,10 +22,12 @@ __all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usab
 
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30
+UNKNOWN = 4 << 30
+"""Taken to be available where the system does not say."""
 LARGEST_UNIT = 4 << 20
-DIGESTING = 2
+DIGESTING = 4
 """Threads that digest block after block at the same time. The interpreter's lock is let go of for
-each block and taken again; a third that does so makes all of them slower than one would be."""
+each block and taken again: more of them wait for it more than they digest."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 
@@ -44,28 +46,43 @@ def io_threads(ranks_on_host: int = 1) -> int:
     return min(4, usable_cores(ranks_on_host))
 
 
-def available_memory() -> int:
-    """Bytes that can still be allocated, under the control group's limit where there is one."""
-    found = [4 << 30]
+def available_memory() -> int | None:
+    """Bytes that can still be allocated, under the control group's limit where there is one.
+
+    None where the system does not say.
+    """
+    found = []
     with contextlib.suppress(OSError, ValueError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                found = [int(line.split()[1]) * 1024]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
+                found.append(int(line.split()[1]) * 1024)
+    for folder, limit, used in _GROUPS:
         with contextlib.suppress(OSError, ValueError):
-            found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return max(0, min(found))
+            group = Path("/sys/fs/cgroup", folder)
+            free = int((group / limit).read_text()) - int((group / used).read_text())
+            found.append(free + _cached_by(group))
+    return max(0, min(found)) if found else None
+
+
+_GROUPS = (
+    ("", "memory.max", "memory.current"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+"""Where the limits of control groups are, of both versions."""
+
+
+def _cached_by(group: Path) -> int:
+    """What a group uses for files it can read again: it is given up for anything else."""
+    with contextlib.suppress(OSError, ValueError):
+        rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(row[1]) for row in rows if row[0] in ("inactive_file", "active_file"))
+    return 0
 
 
 def default_budget(ranks_on_host: int = 1) -> int:
     """A tenth of what is available, shared by the ranks of this host; 8 MiB to 1 GiB."""
-    share = available_memory() // 10 // max(1, ranks_on_host)
+    available = available_memory()
+    share = (UNKNOWN if available is None else available) // 10 // max(1, ranks_on_host)
     return max(MINIMUM_BUDGET, min(MAXIMUM_DEFAULT, share))
 
 

@@ -41,6 +41,9 @@ class Chunks:
     """Bytes of an element of each."""
     sources: Callable[[int, int], Sequence[Source]]
     """Gives the elements of chunks [low, high), when they are needed, on any thread."""
+    image: Callable[[int, int], Bytes | None] = lambda low, high: None
+    """Memory of ours that holds the bytes [low, high) as they lie there, if there is any: nothing
+    need be copied then. May wait for them."""
 
 
 class Filler:
@@ -54,14 +57,18 @@ class Filler:
 
     def fill(self, low: int, high: int, data: Bytes) -> tuple[int, int]:
         """Copy every chunk's part of [low, high) into `data`; says which chunks have one."""
+        first, last = self.rows(low, high)
+        if first < last:
+            self._fill_chunks(first, last, low, data)
+        return first, last
+
+    def rows(self, low: int, high: int) -> tuple[int, int]:
+        """The chunks that have a part in [low, high)."""
         chunks = self._chunks
         first = int(chunks.start.searchsorted(low, "right"))
         if first and chunks.start[first - 1] + chunks.nbytes[first - 1] > low:
             first -= 1
-        last = int(chunks.start.searchsorted(high, "left"))
-        if first < last:
-            self._fill_chunks(first, last, low, data)
-        return first, last
+        return first, int(chunks.start.searchsorted(high, "left"))
 
     def _fill_chunks(self, first: int, last: int, low: int, data: Bytes) -> None:
         chunks = self._chunks

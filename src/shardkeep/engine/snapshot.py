@@ -10,18 +10,21 @@ waits for it asks the device nothing.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.arrays import Bytes, HostSource, Source, StagedSource, Staging
+from shardkeep.arrays import Bytes, HostSource, Source, Staging
 from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
+from shardkeep.engine.arriving import ArrivingSource, arriving_sources
 from shardkeep.engine.filling import Chunks, Filler
+from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
+from shardkeep.memory import Addresses
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
@@ -32,7 +35,7 @@ from shardkeep.planner import (
     WriteItems,
 )
 
-__all__ = ["Held", "Snapshot", "StagedPlanner", "hold"]
+__all__ = ["Held", "Mask", "Snapshot", "StagedPlanner", "hold"]
 
 HOST_UNIT = 8 << 20
 """Bytes that one thread copies in one go."""
@@ -48,9 +51,9 @@ LOOK_S = 0.0005
 Mask = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Held:
-    """The chunks of a rank: the elements of each, and where in an arena they go."""
+    """The chunks of a rank, where in an arena they go, and how their elements are found."""
 
     items: WriteItems
     """What is written."""
@@ -62,32 +65,32 @@ class Held:
     """Bytes of each."""
     itemsize: Ints
     """Bytes of an element of each."""
-    sources: Sequence[Source]
-    """The elements of each."""
     length: int
     """Bytes of the arena that are used."""
     values: dict[str, bytes]
     """The encoded values, by name."""
+    planner: SavePlanner
+    """Knows their elements."""
 
-    @property
-    def on_device(self) -> Mask:
-        """Which of them are not in host memory."""
-        return np.array([isinstance(source, StagedSource) for source in self.sources], np.bool_)
-
-    def chosen(self, which: Mask) -> list[Source]:
+    def sources(self, which: Mask) -> Sequence[Source]:
         """The elements of some."""
-        pairs = zip(self.sources, which.tolist(), strict=True)
-        return [source for source, is_in in pairs if is_in]
+        return self.planner.sources(self.items, self.rows[which])
 
-    def part(self, which: Mask) -> Chunks:
-        """Some of them, as they lie in the arena."""
-        chosen = self.chosen(which)
-        return Chunks(
-            self.start[which],
-            self.nbytes[which],
-            self.itemsize[which],
-            lambda first, last: chosen[first:last],
-        )
+    def addresses(self) -> Addresses:
+        """Where in host memory each lies as it is stored, while the state stands still; or 0."""
+        return self.planner.addresses(self.items, self.rows)
+
+    def part(self, which: Mask, sources: Sequence[Source] | None = None) -> Chunks:
+        """Some of them, as they lie in the arena, and what they hold if that is elsewhere."""
+        rows, planner, items = self.rows[which], self.planner, self.items
+
+        def find(first: int, last: int) -> Sequence[Source]:
+            # Not all before the first is copied: a device is at work meanwhile.
+            if sources is not None:
+                return sources[first:last]
+            return planner.sources(items, rows[first:last])
+
+        return Chunks(self.start[which], self.nbytes[which], self.itemsize[which], find)
 
 
 def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
@@ -112,16 +115,16 @@ def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
         item.index.fqn: planner.resolve_data(item)
         for item in (items[row] for row in range(len(items.chunks), len(items)))
     }
-    sources = planner.sources(items, rows)
-    return Held(items, rows, start, nbytes, itemsize, sources, at, values)  # type: ignore[arg-type]
+    planner.check_sources(items, rows)
+    return Held(items, rows, start, nbytes, itemsize, at, values, planner)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
 class Copying:
     """Some chunks that are to come into the arena."""
 
-    chunks: Chunks
-    """Them."""
+    fill: Callable[[int, int, Bytes], object]
+    """Copies what they have of a stretch of the arena."""
     units: Ints
     """The units they lie in."""
     staging: Staging | None
@@ -145,41 +148,50 @@ class Snapshot:
         self._error: BaseException | None = None
         self._changed = threading.Condition()
 
+    @property
+    def memory(self) -> Bytes:
+        """What they come into."""
+        return self.arena.memory
+
     def is_ready(self, staging: Staging) -> bool:
         """Whether a device can copy to all of the arena that is used."""
         return self.arena.is_ready(self.held.length, staging)
 
-    def duplicate(self, which: Mask, staging: Staging) -> bool:
-        """Have the device keep these chunks as they are now, if it has room for that."""
-        chosen = self.held.chosen(which)
-        doubles = staging.duplicate(chosen)  # type: ignore[arg-type]
-        if doubles is None:
-            return False
-        sources = list(self.held.sources)
-        for at, double in zip(np.flatnonzero(which).tolist(), doubles, strict=True):
-            sources[at] = double
-        self.held = replace(self.held, sources=sources)
-        return True
-
     # --- copying
 
-    def expect(self, which: Mask, staging: Staging | None = None) -> Copying:
+    def expect(
+        self,
+        which: Mask,
+        staging: Staging | None = None,
+        sources: Sequence[Source] | None = None,
+    ) -> Copying:
         """Some chunks, without which their units are not whole."""
-        chunks = self.held.part(which)
-        units = _units_of(chunks, self.unit, len(self._missing))
+        filler = Filler(self.held.part(which, sources), staging)
+        return Copying(filler.fill, self._expect(which), staging)
+
+    def expect_memory(self, which: Mask) -> tuple[Copying, Mask]:
+        """Those of some chunks that are quick to find in host memory, before the state changes;
+        and which are left."""
+        address = self.held.addresses()
+        known = which & (address != 0)
+        mover = Mover(self.held.start[known], self.held.nbytes[known], address[known])
+        return Copying(mover.fill, self._expect(known), None), which & ~known
+
+    def _expect(self, which: Mask) -> Ints:
+        held = self.held
+        units = _units_of(held.start[which], held.nbytes[which], self.unit, len(self._missing))
         with self._changed:
             self._missing[units] += 1
-        return Copying(chunks, units, staging)
+        return units
 
     def copy(self, copying: Copying) -> None:
         """Copy chunks that are expected. What comes from a device is only begun."""
-        filler = Filler(copying.chunks, copying.staging)
         memory, unit, length = self.arena.memory, self.unit, self.held.length
 
         def fill(number: int) -> None:
             low = number * unit
             high = min(low + unit, length)
-            filler.fill(low, high, memory[low:high])
+            copying.fill(low, high, memory[low:high])
 
         if copying.staging is None:
 
@@ -212,10 +224,6 @@ class Snapshot:
             self._error = error
             self._changed.notify_all()
 
-    def forget_sources(self) -> None:
-        """Everything is there: the caller's arrays are not kept any longer."""
-        self.held = replace(self.held, sources=())
-
     # --- waiting
 
     def wait(self, low: int = 0, high: int | None = None) -> None:
@@ -234,37 +242,24 @@ class Snapshot:
                         self._changed.wait(LOOK_S)
         self._check()
 
+    def arrivals(self) -> Iterator[int]:
+        """Up to where all of the arena is there, again and again until that is its end."""
+        for low in range(0, self.held.length, self.unit):
+            high = min(low + self.unit, self.held.length)
+            self.wait(low, high)
+            yield high
+
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
 
 
-def _units_of(chunks: Chunks, unit: int, count: int) -> Ints:
+def _units_of(start: Ints, nbytes: Ints, unit: int, count: int) -> Ints:
     """The units that chunks lie in."""
     edges = np.zeros(count + 1, np.int64)
-    np.add.at(edges, chunks.start // unit, 1)
-    np.add.at(edges, (chunks.start + chunks.nbytes - 1) // unit + 1, -1)
+    np.add.at(edges, start // unit, 1)
+    np.add.at(edges, (start + nbytes - 1) // unit + 1, -1)
     return np.flatnonzero(np.cumsum(edges[:-1]))
-
-
-@dataclass(frozen=True, eq=False)
-class _LargeSource:
-    """A chunk in the arena, of which a part may be there before the rest."""
-
-    snapshot: Snapshot
-    start: int
-    array: npt.NDArray[np.generic]
-
-    def read_into(self, start: int, stop: int, out: Bytes) -> None:
-        """Wait for these elements only."""
-        item = self.array.itemsize
-        self.snapshot.wait(self.start + start * item, self.start + stop * item)
-        HostSource(self.array).read_into(start, stop, out)
-
-    def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Source:
-        """Wait for all of it."""
-        self.snapshot.wait(self.start, self.start + self.array.nbytes)
-        return HostSource(self.array).part(offsets, sizes)
 
 
 class StagedPlanner(SavePlanner):
@@ -308,32 +303,11 @@ class StagedPlanner(SavePlanner):
 
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """Chunks of the plan, in the arena; waits for small ones."""
-        snapshot, held = self.snapshot, self.snapshot.held
-        place = self._place[rows]
-        start, nbytes = held.start[place], held.nbytes[place]
-        tensor = items.chunks.tensor[rows]
+        held, place = self.snapshot.held, self._place[rows]
         bits = [lookup(kind.dtype).bits().newbyteorder("<") for kind in items.tensors.kinds]
-        small = nbytes <= snapshot.unit
-        if small.any():
-            snapshot.wait(int(start[small].min()), int((start + nbytes)[small].max()))
-        memory = snapshot.arena.memory
-        columns = zip(
-            start.tolist(),
-            nbytes.tolist(),
-            items.tensors.kind[tensor].tolist(),
-            small.tolist(),
-            rows.tolist(),
-            strict=True,
-        )
-        out: list[Source] = []
-        for at, length, kind, is_small, row in columns:
-            array = memory[at : at + length].view(bits[kind])
-            if is_small:
-                out.append(HostSource(array))
-            else:
-                shape = items.chunks.boxes[row].sizes
-                out.append(_LargeSource(snapshot, at, array.reshape(shape)))
-        return out
+        kinds = items.tensors.kind[items.chunks.tensor[rows]].tolist()
+        dtypes = [bits[kind] for kind in kinds]
+        return arriving_sources(self.snapshot, held.start[place], held.nbytes[place], dtypes)
 
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """By name and offsets."""
@@ -347,7 +321,6 @@ class StagedPlanner(SavePlanner):
                 (names[tensor[row]], boxes[row].offsets): row for row in range(len(tensor))
             }
         row = self._by_key[write_item.index.fqn, write_item.data.chunk.offsets]
-        source = self.sources(held.items, np.array([row]))[0]
-        if isinstance(source, HostSource):
-            return HostSource(source.array.reshape(write_item.data.chunk.sizes))
-        return source
+        (source,) = self.sources(held.items, np.array([row]))
+        assert isinstance(source, HostSource | ArrivingSource)
+        return replace(source, array=source.array.reshape(write_item.data.chunk.sizes))

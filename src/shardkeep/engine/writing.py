@@ -119,11 +119,14 @@ class _Filled:
     rows: tuple[int, int]
     """The chunks in it."""
     done: Callable[[], None] | None
+    image: Bytes | None = None
+    """Where its bytes are, if not in the buffer; which is kept all the same: so many units may be
+    on their way at a time."""
 
     @property
     def data(self) -> Bytes:
-        """The part of the buffer that the unit fills."""
-        return self.buffer[: self.high - self.low]
+        """Its bytes."""
+        return self.buffer[: self.high - self.low] if self.image is None else self.image
 
     def wait(self) -> None:
         """Until they have arrived."""
@@ -217,6 +220,9 @@ class _FileWriter:
         begun = time.perf_counter()
         staging = self._pool.staging
         try:
+            image = self._payload.chunks.image(low, high)
+            if image is not None:
+                return _Filled(low, high, buffer, self._filler.rows(low, high), None, image)
             rows = self._fill(low, high, buffer[: high - low])
             done = None if staging is None else staging.fence()
         except BaseException:

@@ -66,7 +66,7 @@ class WriteFile:
         self._alignment = 1
         self._turning = threading.Lock()
         self._closer = weakref.finalize(self, os.close, fd)
-        # Not under a save that the end of the program waits for.
+        # Not when the program ends: a save may go on until then, and write to what has its number.
         self._closer.atexit = False
 
     def detach(self) -> int:

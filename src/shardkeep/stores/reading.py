@@ -41,7 +41,7 @@ class ReadFile:
         self.fd = fd
         self.path = path
         self._closer = weakref.finalize(self, os.close, fd)
-        self._closer.atexit = False  # a thread may still read when the program ends
+        self._closer.atexit = False  # somebody may still be reading
         self.size = os.fstat(fd).st_size
         self._direct: int | None = None
         """A second descriptor, around the page cache: not asked for yet, or -1 for none."""

@@ -109,6 +109,7 @@ class Lease:
             daemon=True,
         )
         # A lease that nobody holds any more must not stay fresh, whatever interrupted its holder.
+        # One that is held while the program ends must.
         weakref.finalize(self, self._stop.set).atexit = False
         try:
             self._keeper.start()

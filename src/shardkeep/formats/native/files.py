@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import TracebackType
@@ -15,10 +16,12 @@ import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
+from shardkeep.engine.arriving import image_of
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.parallel import Behind, run_in_order
+from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.engine.writing import Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
@@ -27,7 +30,7 @@ from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
-__all__ = ["FileWriter", "RankChunks", "data_payload", "index_payload"]
+__all__ = ["FileWriter", "RankChunks", "data_header", "data_payload", "index_payload"]
 
 DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache: one sync costs them more than all the rest."""
@@ -201,7 +204,8 @@ class RankChunks:
         """`disk_order` are rows of the items; `start` says where each row lies in its file."""
         self._items = items
         self._planner = planner
-        self._rows = disk_order
+        self.rows = disk_order
+        """Of the items."""
         self.tensor = items.chunks.tensor[disk_order]
         self.boxes = items.chunks.boxes.take(disk_order)
         self.start = start[disk_order]
@@ -212,15 +216,21 @@ class RankChunks:
     def part(self, low: int, high: int) -> Chunks:
         """The chunks [low, high), which lie in one file, for the engine."""
         rows = slice(low, high)
-        return Chunks(
-            self.start[rows],
-            self.nbytes[rows],
+        start, nbytes = self.start[rows], self.nbytes[rows]
+        chunks = Chunks(
+            start,
+            nbytes,
             self.itemsize[rows],
             lambda first, last: self._sources(low + first, low + last),
         )
+        planner = self._planner
+        if isinstance(planner, StagedPlanner):
+            place = planner.places(self.rows[rows])
+            return replace(chunks, image=image_of(planner.snapshot, start, nbytes, place))
+        return chunks
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
-        return self._planner.sources(self._items, self._rows[low:high])
+        return self._planner.sources(self._items, self.rows[low:high])
 
     def entries(self, low: int, high: int, room: int) -> list[bytes]:
         """The header's text for the chunks [low, high)."""
@@ -255,33 +265,37 @@ def coordinates(boxes: Boxes) -> tuple[list[tuple[int, ...]], list[tuple[int, ..
     )
 
 
-def data_payload(
+def data_header(
     plan: FilePlan,
     chunks: RankChunks,
     values: bytes,
     layout: DigestLayout,
     metadata: Mapping[str, str],
-    content: ContentDigests,
-) -> Payload:
-    """A data file: header, chunks, their content digests, values."""
-    low, high = plan.first, plan.first + plan.count
+) -> bytes:
+    """The header of a data file."""
     entries = {}
     if plan.count:
         entries[CONTENT] = Entry("U8", (plan.values - plan.content,), plan.content, plan.values)
     if plan.holds_values:
         entries[VALUES] = Entry("U8", (len(values),), plan.values, layout.payload)
     entries[DIGESTS] = _digest_entry(layout)
-    part = chunks.part(low, high)
+    text = chunks.entries(plan.first, plan.first + plan.count, plan.room)
+    return write_header(entries, metadata, plan.room, text)
+
+
+def data_payload(
+    plan: FilePlan, header: bytes, chunks: Chunks, values: bytes, content: ContentDigests
+) -> Payload:
+    """A data file: header, chunks, their content digests, values."""
 
     def late() -> bytes:
         digests = content.results()
         table = np.empty((plan.count, CONTENT_KEY + digests.shape[1]), np.uint8)
-        table[:, :CONTENT_KEY] = part.start.astype("<u8").view(np.uint8).reshape(-1, CONTENT_KEY)
+        table[:, :CONTENT_KEY] = chunks.start.astype("<u8").view(np.uint8).reshape(-1, CONTENT_KEY)
         table[:, CONTENT_KEY:] = digests
         return table.tobytes() + values
 
-    header = write_header(entries, metadata, plan.room, chunks.entries(low, high, plan.room))
-    return Payload(header, part, plan.content, late)
+    return Payload(header, chunks, plan.content, late)
 
 
 def index_payload(

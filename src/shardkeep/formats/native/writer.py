@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import time
@@ -18,7 +19,8 @@ from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import checked_budget, usable_cores
-from shardkeep.engine.digests import ContentDigests, DigestLayout, algorithm
+from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.errors import (
     CheckpointError,
@@ -32,9 +34,11 @@ from shardkeep.formats.native.commit import (
     unlink_all,
     wait_visible,
 )
-from shardkeep.formats.native.files import FileWriter, RankChunks, data_payload, index_payload
+from shardkeep.formats.native.detached import write_detached
+from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
+from shardkeep.formats.native.jobs import DataFiles, Written
 from shardkeep.formats.native.layout import (
     FilePlan,
     Layout,
@@ -64,9 +68,14 @@ from shardkeep.tables import LocationColumns, StateColumns
 
 __all__ = ["NativeWriter"]
 
+log = logging.getLogger("shardkeep")
+
 LEASE_SEEN_S = 10.0
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
+
+MOST_VALUES = 256 << 20
+"""Bytes of plain values that are sent to a process; chunks are not sent."""
 
 
 class _Result(msgspec.Struct):
@@ -108,6 +117,8 @@ class NativeWriter(StorageWriter):
         """Called as the last thing before the commit; what it raises stops it."""
         self.ranks_on_host = 1
         """How many ranks share this host's cores and memory."""
+        self.process: WriterProcess | None = None
+        """Writes what is staged, in place of this process."""
         self._algorithm = algorithm(digest)
         self._open_store = open_store
         self.reset(checkpoint_id)
@@ -239,63 +250,87 @@ class NativeWriter(StorageWriter):
         items = WriteItems.of(plan.items)
         plans, disk_order, start = decode_rank_layout(plan.storage_data)
         chunks = RankChunks(items, disk_order, start, planner)
-        features = sorted(planner.features)
-        results: list[WriteResult] = [None] * len(plans)  # type: ignore[list-item]
-        # Many small chunks are many objects without cycles, and are soon gone again.
+
+        def front(file: FilePlan) -> tuple[bytes, bytes]:
+            values = _values_of(file, items, planner)
+            layout = self._digest_layout(file.values + len(values))
+            return data_header(file, chunks, values, layout, self._file_metadata()), values
+
+        job = DataFiles(self.save_id, self._algorithm, self.block, plans, front, chunks.part)
         behind = isinstance(planner, StagedPlanner)
-        soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
-            soon = paused_collector()
-        with soon, self._file_writer(planner.staging, behind) as files:
-
-            def write(number: int) -> None:
-                file = plans[number]
-                values = _values_of(file, items, planner)
-                results[number] = self._write_file(files, file, chunks, values, features)
-
-            files.run(len(plans), write)
-        self.stats = files.stats.as_dict()
+        if isinstance(planner, StagedPlanner) and plans and self._is_detachable(planner):
+            written = self._write_detached(job, chunks, planner)
+        else:
+            # Many small chunks are many objects without cycles, and are soon gone again.
+            soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
+                soon = paused_collector()
+            with soon, self._file_writer(planner.staging, behind) as files:
+                written = job.write(files, self._written)
+            self.stats = files.stats.as_dict()
         if plans:
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
-        return results
+        features = sorted(planner.features)
+        return [
+            self._result(file, done, features) for file, done in zip(plans, written, strict=True)
+        ]
+
+    def _is_detachable(self, planner: StagedPlanner) -> bool:
+        """Whether a process can write in place of this one; where it could, and can't, say so."""
+        if self.process is None:
+            return False
+        if type(self._store) is not LocalStore:
+            log.info(
+                "%s is written by a thread: its store is one of this process", self._store.root
+            )
+            return False
+        if sum(map(len, planner.snapshot.held.values.values())) > MOST_VALUES:
+            log.info("%s is written by a thread: its values are large", self._store.root)
+            return False
+        return True
+
+    def _write_detached(
+        self, job: DataFiles, chunks: RankChunks, planner: StagedPlanner
+    ) -> list[Written]:
+        assert self.process is not None
+        # A process that dies does not say which files exist.
+        self._written.extend(plan.name(self.save_id) for plan in job.plans)
+        written, self.stats = write_detached(
+            self.process,
+            job,
+            self._store.root,
+            chunks,
+            planner,
+            budget=checked_budget(self.memory_budget, self.ranks_on_host),
+            cores=self._cores(True),
+            progress=self.progress or (lambda nbytes: None),
+        )
+        return written
 
     def _file_writer(self, staging: Staging | None = None, behind: bool = False) -> FileWriter:
-        cores = usable_cores(self.ranks_on_host)
         return FileWriter(
             self._store,
             self._algorithm,
             self.block,
             budget=checked_budget(self.memory_budget, self.ranks_on_host),
-            # The program has better uses for its cores than to be saved a little sooner.
-            cores=max(1, cores // 2) if behind else cores,
+            cores=self._cores(behind),
             staging=staging,
             progress=self.progress,
         )
 
-    def _write_file(
-        self,
-        files: FileWriter,
-        plan: FilePlan,
-        chunks: RankChunks,
-        values: bytes,
-        features: list[str],
-    ) -> WriteResult:
-        name = plan.name(self.save_id)
-        layout = self._digest_layout(plan.values + len(values))
-        nbytes = chunks.nbytes[plan.first : plan.first + plan.count]
-        content = ContentDigests(self._algorithm, nbytes)
-        payload = data_payload(plan, chunks, values, layout, self._file_metadata(), content)
-        result = _Result(
-            layout.file_size,
-            layout.payload,
-            files.write(name, payload, layout, self._written, content),
-            plan.values if plan.holds_values else None,
-            plan.count,
-            features,
-            self._algorithm.digest(content.results().tobytes()).hex() if plan.count else "",
+    def _cores(self, behind: bool) -> int:
+        cores = usable_cores(self.ranks_on_host)
+        # The program has better uses for its cores than to be saved a little sooner.
+        return max(1, cores // 2) if behind else cores
+
+    def _result(self, plan: FilePlan, done: Written, features: list[str]) -> WriteResult:
+        values = plan.values if plan.holds_values else None
+        told = _Result(
+            done.size, done.payload, done.root, values, plan.count, features, done.content
         )
-        return WriteResult(MetadataIndex(name), layout.file_size, msgspec.msgpack.encode(result))
+        name = plan.name(self.save_id)
+        return WriteResult(MetadataIndex(name), done.size, msgspec.msgpack.encode(told))
 
     def _digest_layout(self, payload: int) -> DigestLayout:
         return DigestLayout(payload, self.block, self._algorithm.size)

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer process, from outside: started when it is needed, and again when it died.
+
+A process that failed, or was interrupted, is ended and never asked again: whatever it was doing has
+stopped for good when the caller goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+from shardkeep.engine.arena import Arena
+from shardkeep.engine.frames import Channel, Done, Failed, Gone, Hello, Job, Memory, Moved, There
+from shardkeep.engine.snapshot import Snapshot
+from shardkeep.errors import StorageError
+from shardkeep.failures import revive
+
+__all__ = ["WriterProcess", "can_start"]
+
+log = logging.getLogger("shardkeep")
+
+START_S = 300.0
+"""A shared file system may take minutes to give a thousand ranks their modules."""
+END_S = 5.0
+"""How long a process may take to end by itself."""
+NEEDED = ("shardkeep", "numpy", "msgspec", "xxhash", "ml_dtypes", "blake3")
+"""What the process imports, and is to find where this program did."""
+_CODE = """\
+import sys
+sys.path[:] = {path!r}
+from shardkeep.engine.serving import serve
+serve({descriptor}, {program})
+"""
+
+
+def can_start() -> bool:
+    """Whether there is what it takes: memory with a descriptor, and a Python to start."""
+    shares = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    return shares and not getattr(sys, "frozen", False)
+
+
+class WriterProcess:
+    """A process that works for this one on the memory of an arena; one job at a time."""
+
+    def __init__(self) -> None:
+        """Nothing is started yet."""
+        self._running: _Running | None = None
+        self._finalizer: weakref.finalize[..., WriterProcess] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._running is None else self._running.pid
+
+    def share(self, arena: Arena) -> None:
+        """Have the process see the memory of this arena, and no other; starts it if need be."""
+        running = self._running
+        if running is not None and not running.is_usable():
+            self._end()
+            running = None
+        if running is None:
+            running = self._running = _Running()
+            self._finalizer = weakref.finalize(self, running.end)
+            # At the end of the program, saves are completed first.
+            self._finalizer.atexit = False
+        if running.sees != arena.version and arena.fd >= 0:
+            with self._ending_after_errors(running):
+                running.channel.send(Memory(len(arena.memory)), arena.fd)
+            running.sees = arena.version
+
+    def run(
+        self, work: str, data: bytes, snapshot: Snapshot, progress: Callable[[int], None]
+    ) -> bytes:
+        """Have a function (`module:name`) called there, on memory that arrives; gives its answer.
+
+        Its errors are raised here. If the process dies that is a `StorageError`, and the next job
+        gets another process. What `progress` raises ends the job, and the process.
+        """
+        self.share(snapshot.arena)
+        running = self._running
+        assert running is not None
+        with self._ending_after_errors(running):
+            running.greet()
+            running.channel.send(Job(work, data, snapshot.unit))
+            answer: bytes | None = None
+            for high in snapshot.arrivals():
+                running.channel.send(There(high))
+                while answer is None and running.channel.has_message():
+                    answer = running.hear(progress)
+            while answer is None:
+                answer = running.hear(progress)
+            return answer
+
+    @contextlib.contextmanager
+    def _ending_after_errors(self, running: _Running) -> Iterator[None]:
+        """A process whose job was not done to its end is not asked again, and touches nothing."""
+        try:
+            yield
+        except Gone as gone:
+            how = running.how_it_ended()
+            self._end(kill=True)
+            raise StorageError(
+                f"the writer process (pid {running.pid}) {how}; nothing of this save is visible, "
+                "and the next one starts another process",
+                transient=True,
+            ) from gone
+        except BaseException:
+            self._end(kill=True)
+            raise
+
+    def interrupt(self) -> None:
+        """End the process at once, from any thread; a job that is running fails."""
+        running = self._running
+        if running is not None:
+            running.kill()
+
+    def close(self) -> None:
+        """End the process, once no job is running."""
+        self._end()
+
+    def _end(self, *, kill: bool = False) -> None:
+        running, self._running = self._running, None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        if running is not None:
+            running.end(kill=kill)
+
+
+class _Running:
+    """A process that was started."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._deadline = time.monotonic() + START_S
+        self._greeted = False
+        self.sees = 0
+        """The version of the arena whose memory it sees."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = _CODE.format(
+                path=_search_path(), descriptor=theirs.fileno(), program=self._owner
+            )
+            try:
+                self._popen = subprocess.Popen(
+                    [sys.executable or "", "-P", "-c", code],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    cwd="/",
+                    env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+                    start_new_session=True,
+                )
+            except (OSError, ValueError) as error:
+                ours.close()
+                raise StorageError(
+                    f"a writer process with {sys.executable} could not be started: {error}",
+                    transient=True,
+                ) from error
+        self.pid = self._popen.pid
+        self.channel = Channel(ours, self._is_alive)
+
+    def is_usable(self) -> bool:
+        """Whether it lives, and is ours: not that of a process which forked this one."""
+        if self._owner != os.getpid():
+            return False
+        if self._popen.poll() is None:
+            return True
+        log.warning("the writer process (pid %d) %s", self.pid, self.how_it_ended())
+        return False
+
+    def _is_alive(self) -> bool:
+        late = not self._greeted and time.monotonic() > self._deadline
+        return self._popen.poll() is None and not late
+
+    def greet(self) -> None:
+        """Wait until it runs."""
+        if not self._greeted:
+            message, _ = self.channel.receive()
+            assert isinstance(message, Hello)
+            self._greeted = True
+
+    def hear(self, progress: Callable[[int], None]) -> bytes | None:
+        """Wait for what it says; gives the answer, when that has come."""
+        # No progress is told of as well: who wants to cancel need not wait for a disk.
+        message, _ = self.channel.receive(lambda: progress(0))
+        if isinstance(message, Failed):
+            error = revive(message.failure)
+            if isinstance(error, StorageError):
+                error.errno = message.errno
+            raise error
+        if isinstance(message, Moved):
+            progress(message.nbytes)
+        return message.data if isinstance(message, Done) else None
+
+    def how_it_ended(self) -> str:
+        """In words."""
+        if not self._greeted and self._popen.poll() is None:
+            return f"did not start within {START_S:.0f} s"
+        try:
+            status = self._popen.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return "closed its socket"
+        if status >= 0:
+            return f"ended with exit code {status}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by signal {-status}"
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._owner == os.getpid():
+            self._popen.kill()
+            self._wait()
+
+    def end(self, *, kill: bool = False) -> None:
+        """Have it end by itself, or kill it."""
+        self.channel.close()
+        if self._owner != os.getpid():
+            self._popen.returncode = 0  # it is not for this process to wait for it
+        elif kill or not self._wait():
+            self.kill()
+
+    def _wait(self) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(END_S)
+        return self._popen.returncode is not None
+
+
+def _search_path() -> list[str]:
+    """Where this program finds modules, but for the directory it happens to be in."""
+    try:
+        here = os.path.realpath(os.getcwd())
+    except OSError:
+        here = ""
+    path = [
+        entry
+        for entry in sys.path
+        if isinstance(entry, str) and os.path.isabs(entry) and os.path.realpath(entry) != here
+    ]
+    for name in NEEDED:
+        # Last, where such a directory was left out: what it holds besides is found by nobody.
+        file = getattr(sys.modules.get(name), "__file__", None)
+        home = os.path.dirname(os.path.dirname(os.path.abspath(file))) if file else ""
+        if home and home not in path:
+            path.append(home)
+    return path

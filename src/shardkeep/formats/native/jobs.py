@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data files of one rank as one job, wherever its elements come from and whoever does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
+from shardkeep.engine.filling import Chunks
+from shardkeep.formats.native.files import FileWriter, data_payload
+from shardkeep.formats.native.layout import FilePlan
+
+__all__ = ["DataFiles", "Written"]
+
+
+class Written(msgspec.Struct, frozen=True):
+    """A data file that was written."""
+
+    size: int
+    """Bytes of all of it."""
+    payload: int
+    """Bytes that are digested."""
+    root: str
+    """Its root digest."""
+    content: str
+    """Digest of the content digests of its chunks; empty where it has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class DataFiles:
+    """What a rank writes."""
+
+    save_id: str
+    """Of the save."""
+    algorithm: Algorithm
+    """For all digests."""
+    block: int
+    """Bytes of a block."""
+    plans: Sequence[FilePlan]
+    """The files."""
+    front: Callable[[FilePlan], tuple[bytes, bytes]]
+    """Gives the header of a file, and its values, when they are needed."""
+    chunks: Callable[[int, int], Chunks]
+    """Gives the chunks [low, high) of the rank, which lie in one file."""
+
+    def write(self, files: FileWriter, written: list[str]) -> list[Written]:
+        """Write all of them; each name joins `written` once its file exists."""
+        out: list[Written] = [None] * len(self.plans)  # type: ignore[list-item]
+
+        def write(number: int) -> None:
+            out[number] = self._write_file(files, self.plans[number], written)
+
+        files.run(len(self.plans), write)
+        return out
+
+    def _write_file(self, files: FileWriter, plan: FilePlan, written: list[str]) -> Written:
+        header, values = self.front(plan)
+        layout = DigestLayout(plan.values + len(values), self.block, self.algorithm.size)
+        chunks = self.chunks(plan.first, plan.first + plan.count)
+        content = ContentDigests(self.algorithm, chunks.nbytes)
+        payload = data_payload(plan, header, chunks, values, content)
+        root = files.write(plan.name(self.save_id), payload, layout, written, content)
+        digest = self.algorithm.digest(content.results().tobytes()).hex() if plan.count else ""
+        return Written(layout.file_size, layout.payload, root, digest)
