@@ -25,7 +25,7 @@ MAXIMUM_DEFAULT = 1 << 30
 UNKNOWN = 4 << 30
 """Taken to be available where the system does not say."""
 LARGEST_UNIT = 4 << 20
-DIGESTING = 4
+DIGESTING = 3
 """Threads that digest block after block at the same time. The interpreter's lock is let go of for
 each block and taken again: more of them wait for it more than they digest."""
 SHARE = 4 << 20
