@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
@@ -62,6 +63,16 @@ class NumpyArrays(NotComposite, Unstepped):
     def addresses(self, values: Sequence[Array]) -> Sequence[int]:
         """Where the first element lies."""
         return [address_of(value) if value.size else 0 for value in values]
+
+    def host_addresses(self, values: Sequence[Array]) -> Sequence[int]:
+        """Of those that lie there as they are stored."""
+        little = sys.byteorder == "little"
+        return [
+            address_of(value)
+            if little and value.size and value.flags.c_contiguous and value.dtype.isnative
+            else 0
+            for value in values
+        ]
 
     def tie(self, value: Array) -> Hashable:
         """Memory, strides and element type."""
