@@ -379,17 +379,14 @@ class NotComposite:
 class Unstepped:
     """For adapters whose arrays no optimizer is known to own, and that are looked at one by one."""
 
-    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+    def host_addresses(self, values: Sequence[Any], nbytes: Sequence[int]) -> Sequence[int]:
         """Nothing quick is known."""
         return [0] * len(values)
 
-    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
+    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
         """None is."""
-        return [False] * len(values)
-
-    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """Nobody counts."""
-        return [None] * len(values)
+        none = [False] * len(values)
+        return none, lambda: none
 
 
 class TargetsApart:
@@ -467,15 +464,13 @@ class ArrayAdapter(Protocol):
         elements are best copied; None where they are in host memory.
         """
 
-    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+    def host_addresses(self, values: Sequence[Any], nbytes: Sequence[int]) -> Sequence[int]:
         """Where the elements of each value begin, if what this rank holds of it lies row-major in
-        host memory, as it is stored; else 0."""
+        host memory, as it is stored, and is exactly so many bytes; else 0."""
 
-    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
-        """For each value, whether only an optimizer's step changes it, as far as is known."""
-
-    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """A number for each value that grows when it is changed in place; None: nobody counts."""
+    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
+        """For each value, whether only an optimizer's step changes it, as far as is known; and what
+        says of each whether it was changed in place since, as far as anybody counts."""
 
     def is_composite(self, kind: type) -> bool:
         """Whether arrays of this type are stored as the arrays they are made of."""

@@ -15,8 +15,9 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, replace
@@ -80,6 +81,8 @@ class Background:
         """Whether it is the group's own, so that other calls must wait."""
         self.owner = os.getpid()
         """A process that is forked has no thread that could complete a save."""
+        self.turn = threading.RLock()
+        """Held by who takes a snapshot: there is one arena, and several threads may ask."""
         self.arena = Arena(shared=writer == "process")
         self.process = WriterProcess() if writer == "process" else None
         """Writes what is in the arena, where no thread of this process is to do so."""
@@ -87,14 +90,24 @@ class Background:
         self._run: _Run | None = None
         self._content = ("", "")
         """Digest of all tensors of the last save, and where it went; on the coordinator."""
-        group.memory.setdefault(OF_GROUP, _Several()).add(self)
+        self._group_memory = group.memory
+
+    def _register(self) -> None:
+        """To be waited for when the group is let go of, and when the program ends."""
+        self._group_memory.setdefault(OF_GROUP, _Several()).add(self)
+        _alive.add(self)
 
     # --- between saves
 
     @property
+    def is_ours(self) -> bool:
+        """Whether this is not a fork of the process whose threads run the saves."""
+        return self.owner == os.getpid()
+
+    @property
     def is_busy(self) -> bool:
         """Whether a save is running."""
-        return self._last is not None and not self._last.done()
+        return self.is_ours and self._last is not None and not self._last.done()
 
     @property
     def where(self) -> str:
@@ -103,7 +116,7 @@ class Background:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until no save is running, whatever became of it; whether that is so."""
-        if self._last is not None:
+        if self._last is not None and self.is_ours:
             wait_all([self._last], timeout)
         return not self.is_busy
 
@@ -121,6 +134,12 @@ class Background:
 
     def close(self) -> None:
         """Wait for the save that is running, and let go of all but what became of it."""
+        if not self.is_ours:
+            return
+        with self.turn:
+            self._close()
+
+    def _close(self) -> None:
         self.wait()
         if self._run is not None:
             self._run.join()
@@ -136,6 +155,9 @@ class Background:
 
     def prewarm(self, state: object, planner: SavePlanner, writer: StorageWriter) -> None:
         """Plan for such a state, and make the arena ready for it; on all ranks."""
+        self._register()
+        if self._run is not None:
+            self._run.join()
         coordinator = self.coordinator
         memory = coordinator.memory.setdefault("plan", PlanMemory())
         planning = Planning(state, writer, planner, coordinator, memory)
@@ -149,19 +171,19 @@ class Background:
 
         coordinator.agree("make memory ready", make_ready)
 
-    def start(self, saving: Saving, inside: contextlib.ExitStack, kind: SnapshotKind) -> SaveHandle:
+    def start(
+        self, saving: Saving, inside: contextlib.ExitStack, kind: SnapshotKind, begun: float
+    ) -> SaveHandle:
         """Prepare a save, take the snapshot, and leave the rest to a thread.
 
         `inside` is what the save is inside of, the coordinator's call above all; it is left at the
-        end of the save, or here if there is an error.
+        end of the save, or here if there is an error. `begun` is when the caller began to wait.
         """
-        begun = time.perf_counter()
-        _alive.add(self)
+        self._register()
         with inside:
             if self._run is not None:
                 self._run.join()
-            if isinstance(saving.planner, DefaultSavePlanner):
-                saving.planner.waits = False
+            saving.follow_devices(inside)
             plan, held = self._plan(saving)
             self._lend_process(saving.writer, inside)
             with saving.aborting():
@@ -170,9 +192,8 @@ class Background:
                 taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
                 steps = _steps(taken, staging, kind, saving)
                 run = _Run(saving, plan, taken, steps, staging, self._compare, begun)
-                self._last, self._run = run.handle, run
-                run.start(inside.pop_all())
-        run.take()
+            self._last, self._run = run.handle, run
+            run.begin(inside.pop_all())
         return run.handle
 
     def _reserve(self, nbytes: int) -> None:
@@ -325,24 +346,35 @@ class _Run:
         self._arrived: Future[None] = Future()
         """Done once everything is in the arena, as it was."""
         self._may_write = threading.Event()
+        self._claim = threading.Lock()
+        """Taken, for good, by the thread that ends the save."""
         if not steps.alone:
             self._may_write.set()
 
-    def start(self, inside: contextlib.ExitStack) -> None:
-        """Begin to write, and wait for what is to be written."""
-        self._stop_when_cancelled()
+    def begin(self, inside: contextlib.ExitStack) -> None:
+        """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
+
+        An interrupt is raised here, and ends the save.
+        """
+        self._stop_when_cancelled(inside)
         writing = threading.Thread(
             target=self._write, args=(inside,), name="shardkeep-save", daemon=True
         )
         try:
             writing.start()
+            self._take()
         except BaseException as error:
-            self.handle.mark_seen()  # it is raised here
-            self.handle.end(error)
-            with inside:
+            self._fail(error)
+            started = not self._claim.acquire(blocking=False)
+            if not started or not isinstance(error, Exception):
+                self.handle.mark_seen()  # it is raised here
+                if not started:
+                    self.handle.end(error)
+                    with inside, self._saving.aborting():
+                        raise
                 raise
 
-    def _stop_when_cancelled(self) -> None:
+    def _stop_when_cancelled(self, inside: contextlib.ExitStack) -> None:
         """A cancelled save writes no further unit."""
         writer = self._saving.writer
         shown: Callable[[int], None] | None = getattr(writer, "progress", None)
@@ -355,39 +387,42 @@ class _Run:
             shown(nbytes)
 
         writer.progress = count  # type: ignore[attr-defined]
+        inside.callback(setattr, writer, "progress", shown)
 
     # --- on the caller's thread
 
-    def take(self) -> None:
-        """Take the snapshot; what goes wrong is told by the handle."""
+    def _take(self) -> None:
+        """Take the snapshot, or what of it cannot wait."""
         steps, taken = self._steps, self._taken
-        try:
+        with self._settled():
             for copying in steps.now:
                 taken.copy(copying)
             if not steps.later:
                 self._may_write.set()
+        self._stall_s = time.perf_counter() - self._begun
+        if not steps.needs_state:
+            self._saving.release_state()
+        if any(len(copying.units) for copying in steps.later):
+            stager = threading.Thread(target=self._take_rest, name="shardkeep-stage", daemon=True)
+            self._stager = stager
+            stager.start()
+        else:
+            self._complete()
+        if not steps.needs_state:
+            self._tell_staged()
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """On leaving, also by an error, no device copies anything any more that was begun inside:
+        the arena may be used by the next save then."""
+        try:
+            yield
+        finally:
             if self._staging is not None:
                 self._staging.fence()()
-            if not steps.needs_state:
-                self._let_go()
-            if any(len(copying.units) for copying in steps.later):
-                stager = threading.Thread(
-                    target=self._take_rest, name="shardkeep-stage", daemon=True
-                )
-                stager.start()
-                self._stager = stager
-            else:
-                self._complete()
-        except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, Exception):
-                self.handle.mark_seen()  # it is raised here
-                raise
-        self._stall_s = time.perf_counter() - self._begun
 
-    def _let_go(self) -> None:
+    def _tell_staged(self) -> None:
         """The state may change, or go: nothing of it is kept here."""
-        self._saving.release_state()
         with contextlib.suppress(InvalidStateError):  # the save has ended already
             self.handle.staged.set_result(None)
 
@@ -414,7 +449,7 @@ class _Run:
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
         stager = self._stager
-        if stager is not None:
+        if stager is not None and stager.ident is not None:
             stager.join()
 
     # --- behind it
@@ -423,11 +458,12 @@ class _Run:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
-            self._steps.follow()
-            for copying in self._steps.later:
-                self._taken.copy(copying)
-            self._may_write.set()
-            self._taken.wait()
+            with self._settled():
+                self._steps.follow()
+                for copying in self._steps.later:
+                    self._taken.copy(copying)
+                self._may_write.set()
+                self._taken.wait()
             changed = self._steps.changed()
             if changed:
                 raise PlanError(
@@ -435,8 +471,9 @@ class _Run:
                     'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
                     "next step, or handle.wait_staged()"
                 )
-            self._let_go()
+            self._saving.release_state()
             self._complete()
+            self._tell_staged()
         except BaseException as error:
             self._fail(error)
 
@@ -447,6 +484,8 @@ class _Run:
         return cancelled
 
     def _write(self, inside: contextlib.ExitStack) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # the caller was interrupted before this began
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
         self._may_write.wait()
@@ -467,8 +506,17 @@ class _Run:
             log.error(
                 "the save of %s in the background failed", saving.checkpoint_id, exc_info=error
             )
+            _clear_frames(error)  # they hold parts of the arena, and a handle may be kept for long
         self._taken.fail(RuntimeError("the save has ended"))
         handle.end(outcome)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _few(names: Sequence[str]) -> str:
@@ -508,7 +556,7 @@ def _end_processes() -> None:
 @atexit.register
 def _complete_all() -> None:
     """The program ends: saves that are running are completed, or reported."""
-    running = [b for b in list(_alive) if b.is_busy and b.owner == os.getpid()]
+    running = [background for background in list(_alive) if background.is_busy]
     if not running:
         return
     deadline = time.monotonic() + exit_timeout_s()

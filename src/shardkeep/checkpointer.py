@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -78,6 +80,7 @@ class Checkpointer:
         self._memory_budget = memory_budget
         self._writer: WriterKind = writer
         self._background: Background | None = None
+        self._lock = threading.Lock()
 
     def save(
         self,
@@ -132,15 +135,16 @@ class Checkpointer:
             raise ValueError(f"snapshot is {snapshot!r}; use 'eager' or 'lazy'")
         if on_overlap not in ("wait", "skip", "error"):
             raise ValueError(f"on_overlap is {on_overlap!r}; use 'wait', 'skip' or 'error'")
+        begun = time.perf_counter()
         background = self._behind()
-        if self._overlaps(background, on_overlap):
-            handle = SaveHandle("" if checkpoint_id is None else os.fspath(checkpoint_id))
-            handle.skipped = True
-            handle.end(None)
-            return handle
-        background.wait()
-        coordinator = background.coordinator
-        with contextlib.ExitStack() as inside:
+        with contextlib.ExitStack() as inside, background.turn:
+            if self._overlaps(background, on_overlap):
+                handle = SaveHandle("" if checkpoint_id is None else os.fspath(checkpoint_id))
+                handle.skipped = True
+                handle.end(None)
+                return handle
+            background.wait()
+            coordinator = background.coordinator
             inside.enter_context(coordinator.call("async_save"))
             saving = inside.enter_context(
                 self._begun(
@@ -156,16 +160,21 @@ class Checkpointer:
                     progress,
                 )
             )
-            return background.start(saving, inside.pop_all(), snapshot)
+            return background.start(saving, inside.pop_all(), snapshot, begun)
 
     def prewarm(self, state_dict: object, *, planner: SavePlanner | None = None) -> None:
         """Take now what the first `async_save` of such a state would have to wait for: memory of
         its size, known to the device, and the plan. Collective; nothing is written.
         """
         background = self._behind()
-        background.wait()
-        coordinator = background.coordinator
-        with coordinator.call("prewarm"):
+        with background.turn:
+            background.wait()
+            self._prewarm(background, state_dict, planner)
+
+    def _prewarm(
+        self, background: Background, state_dict: object, planner: SavePlanner | None
+    ) -> None:
+        with background.coordinator.call("prewarm"):
             background.prewarm(state_dict, planner or DefaultSavePlanner(), NativeWriter("prewarm"))
 
     def should_stop(self) -> bool:
@@ -182,8 +191,9 @@ class Checkpointer:
         return self._coordinator.gather_scatter("should stop", lambda: mine, join) == b"stop"
 
     def _behind(self) -> Background:
-        if self._background is None:
-            self._background = Background(self._coordinator, self._writer)
+        with self._lock:
+            if self._background is None or not self._background.is_ours:
+                self._background = Background(self._coordinator, self._writer)
         wait_turn(self._coordinator)
         theirs = self._background.coordinator
         if isinstance(self._coordinator, Ranks) and isinstance(theirs, Ranks):
@@ -191,8 +201,10 @@ class Checkpointer:
         return self._background
 
     def _raise_unseen(self) -> None:
-        if self._background is not None:
-            self._background.raise_unseen()
+        """What failed behind this one's back, or behind that of the module functions."""
+        for keeper in (self, *self._coordinator.memory.values()):
+            if isinstance(keeper, Checkpointer) and keeper._background is not None:
+                keeper._background.raise_unseen()
 
     def _overlaps(self, background: Background, on_overlap: OnOverlap) -> bool:
         """Whether a save is running that this one does not wait for; the same on all ranks."""
@@ -235,37 +247,41 @@ class Checkpointer:
             if checkpoint_id is None:
                 raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
             writer = find_writer(checkpoint_id)()
-        writer.reset(checkpoint_id)
-        where = _where(checkpoint_id, writer)
-        if isinstance(writer, NativeWriter):
-            if not where:
-                raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
-            overwrite = overwrite or writer.overwrite
-        if planner is None:
-            planner = DefaultSavePlanner(check_replicas=check_replicas, allow_pickle=allow_pickle)
-        options = {
-            "overwrite": overwrite,
-            "check_replicas": check_replicas,
-            "allow_pickle": allow_pickle,
-            "version": _version(),
-        }
-        with (
-            tracked(progress, "saving") as counter,
-            self._lent(coordinator, writer, counter, budget, overwrite=overwrite),
-        ):
-            saving = Saving(
-                state_dict,
-                checkpoint_id=where,
-                writer=writer,
-                planner=planner,
-                coordinator=coordinator,
-                options=options,
-                read_metadata=_metadata_of(where),
-                planned=counter.expect,
-                look_back=self._raise_unseen,
-            )
-            del state_dict  # it may go before the save ends
-            yield saving
+        # Another save may not have ended: it would go on with what this one does to them.
+        with _used(writer, "storage_writer"), _used(planner, "planner"):
+            writer.reset(checkpoint_id)
+            where = _where(checkpoint_id, writer)
+            if isinstance(writer, NativeWriter):
+                if not where:
+                    raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
+                overwrite = overwrite or writer.overwrite
+            if planner is None:
+                planner = DefaultSavePlanner(
+                    check_replicas=check_replicas, allow_pickle=allow_pickle
+                )
+            options = {
+                "overwrite": overwrite,
+                "check_replicas": check_replicas,
+                "allow_pickle": allow_pickle,
+                "version": _version(),
+            }
+            with (
+                tracked(progress, "saving") as counter,
+                self._lent(coordinator, writer, counter, budget, overwrite=overwrite),
+            ):
+                saving = Saving(
+                    state_dict,
+                    checkpoint_id=where,
+                    writer=writer,
+                    planner=planner,
+                    coordinator=coordinator,
+                    options=options,
+                    read_metadata=_metadata_of(where),
+                    planned=counter.expect,
+                    look_back=self._raise_unseen,
+                )
+                del state_dict  # it may go before the save ends
+                yield saving
 
     def load(
         self,
@@ -399,9 +415,10 @@ class Checkpointer:
         An error of that save which nobody has looked at is raised. Groups of processes are shared
         by all that use them; `shardkeep.flush` lets go of those.
         """
-        background, self._background = self._background, None
+        background = self._background
         if background is not None:
             background.close()
+            self._background = None
             background.raise_unseen()
 
     def __enter__(self) -> Self:
@@ -624,6 +641,29 @@ def _metadata_of(where: str) -> Callable[[str], Metadata]:
         return metadata
 
     return read
+
+
+_in_use: set[int] = set()
+_looking = threading.Lock()
+
+
+@contextlib.contextmanager
+def _used(given: object, keyword: str) -> Iterator[None]:
+    """One save at a time uses a storage or a planner."""
+    if given is None:
+        yield
+        return
+    with _looking:
+        if id(given) in _in_use:
+            raise PlanError(
+                f"the {keyword} is still used by a save that has not ended; wait for its handle, "
+                "or pass another one"
+            )
+        _in_use.add(id(given))
+    try:
+        yield
+    finally:
+        _in_use.discard(id(given))
 
 
 def _decide_overlap(told: list[bytes]) -> list[bytes]:

@@ -182,8 +182,11 @@ class DefaultSavePlanner(SavePlanner):
         self._holding.check(items.chunks.source[rows])
 
     def addresses(self, items: WriteItems, rows: Ints) -> Addresses:
-        """As the adapters say."""
-        if type(self).resolve_data is not DefaultSavePlanner.resolve_data:
+        """As the adapters say, unless a derived planner has a way of its own to elements."""
+        if any(
+            getattr(type(self), name) is not getattr(DefaultSavePlanner, name)
+            for name in ("resolve_data", "sources")
+        ):
             return super().addresses(items, rows)
         return self._holding.addresses(items.chunks.source[rows], items.chunks.boxes.take(rows))
 
@@ -199,15 +202,15 @@ class DefaultSavePlanner(SavePlanner):
         """Which chunks only an optimizer's step changes, and what names those that were changed
         since."""
         holding, pieces = self._holding, items.chunks.source[rows]
-        which = holding.stepped(pieces)
+        stepped, watch = holding.stepped()
+        which = stepped[holding.look.tensor[pieces]]
         stored = [items.tensors.names[row] for row in items.chunks.tensor[rows[which]].tolist()]
         # By what they are here: the names they are stored under may be others.
         names = dict(zip(holding.look.tensor[pieces[which]].tolist(), stored, strict=True))
-        before = holding.versions()
 
         def changed() -> list[str]:
-            after = holding.versions()
-            return sorted(name for row, name in names.items() if after[row] != before[row])
+            now = watch()
+            return sorted(name for row, name in names.items() if now[row])
 
         return which, changed
 

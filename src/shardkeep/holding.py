@@ -290,20 +290,40 @@ class Holding:
             np.array_equal(held.offsets, boxes.offsets) and np.array_equal(held.sizes, boxes.sizes)
         ):
             return np.zeros(len(numbers), np.uint64)
-        found = self._by_adapter(lambda adapter, arrays: adapter.host_addresses(arrays))
-        alone = np.array([len(form.boxes) == 1 for form in self.look.forms], np.bool_)
-        rows = self.look.tensor[numbers]
-        known: Addresses = np.array(found, np.uint64)[rows] * alone[self.look.form[rows]]
+        sizes = np.array(
+            [
+                math.prod(form.boxes[0].sizes) * form.dtype.itemsize if len(form.boxes) == 1 else 0
+                for form in self.look.forms
+            ],
+            np.int64,
+        )
+        leaves = self.look.tensor_leaf
+        adapters: list[Any] = [self.flat.adapters[leaf] for leaf in leaves]
+        columns = [[self.flat.values[leaf] for leaf in leaves], sizes[self.look.form].tolist()]
+        found = ask_each(
+            adapters, columns, lambda adapter, *columns: adapter.host_addresses(*columns)
+        )
+        known: Addresses = np.array(found, np.uint64)[self.look.tensor[numbers]]
         return known
 
-    def stepped(self, numbers: Ints) -> npt.NDArray[np.bool_]:
-        """For each piece, whether only an optimizer's step changes its tensor."""
-        found = self._by_adapter(lambda adapter, arrays: adapter.stepped(arrays))
-        return np.array(found, np.bool_)[self.look.tensor[numbers]]
+    def stepped(self) -> tuple[npt.NDArray[np.bool_], Callable[[], dict[int, bool]]]:
+        """For each tensor, whether only an optimizer's step changes it; and what says of each, by
+        its row, whether it was changed in place since."""
+        which = np.zeros(len(self.look.tensor_leaf), np.bool_)
+        by_adapter: dict[int, list[int]] = {}
+        for row, leaf in enumerate(self.look.tensor_leaf):
+            by_adapter.setdefault(id(self.flat.adapters[leaf]), []).append(row)
+        asked = []
+        for rows in by_adapter.values():
+            leaves = [self._leaf(row) for row in rows]
+            which[rows], changed = leaves[0][0].stepped([value for _, value in leaves])
+            asked.append((rows, changed))
 
-    def versions(self) -> list[int | None]:
-        """For each tensor, a number that grows when it is changed in place."""
-        return self._by_adapter(lambda adapter, arrays: adapter.versions(arrays))
+        def ask() -> dict[int, bool]:
+            pairs = (zip(rows, changed(), strict=True) for rows, changed in asked)
+            return {row: is_changed for both in pairs for row, is_changed in both}
+
+        return which, ask
 
     def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)

@@ -151,9 +151,13 @@ class Saving:
 
         def write() -> None:
             nonlocal results
-            with contextlib.suppress(StalePlan, SaveCancelled):
-                results = writer.write_data(plan, planner)
-                written()
+            with contextlib.suppress(StalePlan):
+                try:
+                    results = writer.write_data(plan, planner)
+                    written()
+                except SaveCancelled:
+                    if not is_cancelled():
+                        raise
 
         def wrote() -> bytes:
             return _CANCELLED if is_cancelled() else _encode_results(results)
@@ -173,6 +177,12 @@ class Saving:
             self._clock.lap("commit")
         assert results is not None
         return self._result(msgspec.msgpack.decode(answer, type=_Committed), results)
+
+    def follow_devices(self, inside: contextlib.ExitStack) -> None:
+        """Have copies come after what devices compute, and wait for nothing, while `inside`."""
+        if isinstance(self.planner, DefaultSavePlanner):
+            inside.callback(setattr, self.planner, "waits", self.planner.waits)
+            self.planner.waits = False
 
     def release_state(self) -> None:
         """The state is not needed any more: `complete` gets its elements from somewhere else."""

@@ -64,14 +64,17 @@ class NumpyArrays(NotComposite, Unstepped):
         """Where the first element lies."""
         return [address_of(value) if value.size else 0 for value in values]
 
-    def host_addresses(self, values: Sequence[Array]) -> Sequence[int]:
+    def host_addresses(self, values: Sequence[Array], nbytes: Sequence[int]) -> Sequence[int]:
         """Of those that lie there as they are stored."""
         little = sys.byteorder == "little"
         return [
             address_of(value)
-            if little and value.size and value.flags.c_contiguous and value.dtype.isnative
+            if little
+            and value.nbytes == size > 0
+            and value.flags.c_contiguous
+            and value.dtype.isnative
             else 0
-            for value in values
+            for value, size in zip(values, nbytes, strict=True)
         ]
 
     def tie(self, value: Array) -> Hashable:

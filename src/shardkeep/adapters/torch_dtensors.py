@@ -8,7 +8,7 @@ for uneven ones; so they are not asked, and a local tensor of another shape is r
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -109,26 +109,38 @@ class TorchDistributed(NotComposite):
         """The memory of the local tensor."""
         return TENSORS.sink(value._local_tensor, dtype)
 
-    def host_addresses(self, values: Sequence[Any]) -> Sequence[int]:
+    def host_addresses(self, values: Sequence[Any], nbytes: Sequence[int]) -> Sequence[int]:
         """Of those with one local part."""
         parts = [_kind(value).locals(value) for value in values]
-        found = iter(TENSORS.host_addresses([mine[0] for mine in parts if len(mine) == 1]))
-        return [next(found) if len(mine) == 1 else 0 for mine in parts]
+        alone = [len(mine) == 1 for mine in parts]
+        found = iter(
+            TENSORS.host_addresses(
+                [mine[0] for mine, is_alone in zip(parts, alone, strict=True) if is_alone],
+                [size for size, is_alone in zip(nbytes, alone, strict=True) if is_alone],
+            )
+        )
+        return [next(found) if is_alone else 0 for is_alone in alone]
 
-    def stepped(self, values: Sequence[Any]) -> Sequence[bool]:
-        """Where every local part is."""
-        parts = [_kind(value).locals(value) for value in values]
-        found = iter(TENSORS.stepped([part for mine in parts for part in mine]))
-        return [bool(mine) and all([next(found) for _ in mine]) for mine in parts]
-
-    def versions(self, values: Sequence[Any]) -> Sequence[int | None]:
-        """Their own, which torch counts, and those of the local parts, whose optimizer does."""
+    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
+        """Where every local part is. Changes are their own, which torch counts, and those of the
+        local parts, whose optimizer does."""
         parts = [
             [*([value] if isinstance(value, torch.Tensor) else []), *_kind(value).locals(value)]
             for value in values
         ]
-        found = iter(torch_steps.versions([part for mine in parts for part in mine]))
-        return [sum([next(found) for _ in mine]) for mine in parts]
+        which, changed = torch_steps.stepped([part for mine in parts for part in mine])
+        each = iter(which)
+        owned = [[next(each) for _ in mine] for mine in parts]
+        if_all = [
+            len(mine) > 0 and all(mine[1:] if isinstance(value, torch.Tensor) else mine)
+            for mine, value in zip(owned, values, strict=True)
+        ]
+
+        def ask() -> list[bool]:
+            found = iter(changed())
+            return [any([next(found) for _ in mine]) for mine in parts]
+
+        return if_all, ask
 
     def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""

@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["before_step", "stepped", "versions"]
+__all__ = ["before_step", "stepped"]
+
+_Span = tuple[int, int, int]
+"""Where a storage begins, and the first byte of a part of it and the one after it."""
 
 
 class _Steps:
@@ -36,31 +39,32 @@ class _Steps:
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-_nobodys: set[int | None] = set()
-"""Where tensors begin that no optimizer owned when we last looked for more of them."""
+_nobodys: set[_Span | None] = set()
+"""Tensors that no optimizer owned when we last looked for more of them."""
 
 
-def stepped(values: Sequence[torch.Tensor]) -> list[bool]:
-    """For each tensor, whether an optimizer owns its memory."""
+def stepped(values: Sequence[torch.Tensor]) -> tuple[list[bool], Callable[[], list[bool]]]:
+    """For each tensor, whether an optimizer owns its memory; and what says of each whether it was
+    changed in place since, or its optimizer began a step."""
     global _nobodys
-    places = [_place(value) for value in values]
-    owned = _owned()
-    others = {place for place in places if place not in owned}
-    if not others <= _nobodys:
+    spans = [_span(value) for value in values]
+    owners = _owners(spans)
+    if not {span for span, of in zip(spans, owners, strict=True) if of is None} <= _nobodys:
         _find()
-        owned = _owned()
-        _nobodys = {place for place in places if place not in owned}
-    return [place in owned for place in places]
+        owners = _owners(spans)
+        _nobodys = {span for span, of in zip(spans, owners, strict=True) if of is None}
+    versions = _versions(values)
+    begun = [0 if of is None else of.begun for of in owners]
+
+    def changed() -> list[bool]:
+        now = zip(_versions(values), versions, owners, begun, strict=True)
+        return [a != b or (of is not None and of.begun != steps) for a, b, of, steps in now]
+
+    return [of is not None for of in owners], changed
 
 
-def versions(values: Sequence[torch.Tensor]) -> list[int]:
-    """A number for each that grows when it is changed in place, or by a step of its optimizer."""
-    owned = _owned()
-    steps = [owned.get(_place(value)) for value in values]
-    return [
-        (0 if value.is_inference() else value._version) + (0 if of is None else of.begun)
-        for value, of in zip(values, steps, strict=True)
-    ]
+def _versions(values: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if value.is_inference() else value._version for value in values]
 
 
 def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
@@ -68,12 +72,39 @@ def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) ->
     _know(optimizer).awaited.append(wait)
 
 
-def _place(value: torch.Tensor) -> int | None:
-    """Where its storage begins; hosts and devices share one space of addresses."""
+def _span(value: torch.Tensor) -> _Span | None:
+    """The storage and the bytes of it that a tensor lies in; hosts and devices share one space of
+    addresses."""
     try:
-        return value.untyped_storage().data_ptr()
+        low, nbytes = value.data_ptr(), value.nbytes
+        if nbytes and not value.is_contiguous():
+            steps = zip(value.shape, value.stride(), strict=True)
+            nbytes = (1 + sum((n - 1) * step for n, step in steps)) * value.element_size()
+        return (value.untyped_storage().data_ptr(), low, low + nbytes) if nbytes else None
     except Exception:  # a class may refuse anything, as parameters without a shape do
         return None
+
+
+def _owners(spans: Sequence[_Span | None]) -> list[_Steps | None]:
+    """For each, the steps of an optimizer one of whose tensors has all of it.
+
+    A storage may hold more than that, such as the statistics beside a parameter.
+    """
+    owned: dict[int, list[tuple[int, int, _Steps]]] = {}
+    for optimizer, steps in list(_known.items()):
+        for tensor in _tensors_of(optimizer):
+            span = _span(getattr(tensor, "_local_tensor", tensor))
+            if span is not None:
+                owned.setdefault(span[0], []).append((*span[1:], steps))
+    found: list[_Steps | None] = []
+    for span in spans:
+        parts = owned.get(span[0], ()) if span is not None else ()
+        of = None
+        for low, high, steps in parts:
+            if span is not None and low <= span[1] and span[2] <= high:
+                of = steps
+        found.append(of)
+    return found
 
 
 def _know(optimizer: torch.optim.Optimizer) -> _Steps:
@@ -96,16 +127,6 @@ def _find() -> None:
     for found in [found for found in gc.get_objects() if type(found) in kinds]:
         with contextlib.suppress(AttributeError):  # one that is only half made
             _know(found)
-
-
-def _owned() -> dict[int | None, _Steps]:
-    owned: dict[int | None, _Steps] = {
-        _place(getattr(tensor, "_local_tensor", tensor)): steps
-        for optimizer, steps in list(_known.items())
-        for tensor in _tensors_of(optimizer)
-    }
-    owned.pop(None, None)
-    return owned
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ its data pointer and is refused by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -160,7 +160,9 @@ class TorchTensors:
         addresses: list[int] = begin.tolist()
         return addresses
 
-    def host_addresses(self, values: Sequence[torch.Tensor]) -> Sequence[int]:
+    def host_addresses(
+        self, values: Sequence[torch.Tensor], nbytes: Sequence[int]
+    ) -> Sequence[int]:
         """Of those that are whole: `sources` says what is wrong with the others."""
         if sys.byteorder != "little":
             return [0] * len(values)
@@ -173,7 +175,8 @@ class TorchTensors:
         begin = np.fromiter(map(_data_ptr, values), np.uint64, count)
         end = np.fromiter(map(_storage_ptr, storages), np.uint64, count)
         end += np.fromiter(map(_storage_nbytes, storages), np.uint64, count)
-        plain &= begin + np.fromiter(map(_nbytes, values), np.uint64, count) <= end
+        held = np.fromiter(map(_nbytes, values), np.uint64, count)
+        plain &= (begin + held <= end) & (held == np.array(nbytes, np.uint64))
         addresses: list[int] = np.where(plain, begin, 0).tolist()
         return addresses
 
@@ -197,13 +200,11 @@ class TorchTensors:
                 follow_current(device)
         return PINNED if devices else None
 
-    def stepped(self, values: Sequence[torch.Tensor]) -> Sequence[bool]:
-        """Parameters and optimizer state."""
+    def stepped(
+        self, values: Sequence[torch.Tensor]
+    ) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
+        """Parameters and optimizer state; changes through `.data` are not counted."""
         return torch_steps.stepped(values)
-
-    def versions(self, values: Sequence[torch.Tensor]) -> Sequence[int | None]:
-        """Torch counts changes in place, but not those through `.data`."""
-        return torch_steps.versions(values)
 
     def is_composite(self, kind: type) -> bool:
         """A wrapper subclass that can say what it is made of."""

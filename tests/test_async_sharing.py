@@ -1,0 +1,256 @@
+"""Saves in the background share nothing by accident: arenas, planners, storages, memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import CancelledError
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep
+from shardkeep import DefaultSavePlanner, NativeWriter, PlanError
+from shardkeep.background import _Run
+from shardkeep.engine.snapshot import Snapshot
+from shardkeep.stores.local import WriteFile
+
+LONG_S = 30.0
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Data files are written once this is set."""
+    go = threading.Event()
+    real = WriteFile.write_at
+
+    def write_late(self, data, offset):
+        if self.path.parent.name == "data":
+            assert go.wait(LONG_S)
+        return real(self, data, offset)
+
+    monkeypatch.setattr(WriteFile, "write_at", write_late)
+    yield go
+    go.set()
+
+
+def test_threads_that_save_at_the_same_time_get_what_they_asked_for(tmp_path):
+    failed = []
+
+    def save(number):
+        try:
+            for step in range(6):
+                state = {"w": torch.full((200_000,), float(number * 100 + step))}
+                handle = shardkeep.async_save(state, tmp_path / f"{number}-{step}")
+                handle.result(LONG_S)
+                found = shardkeep.open(tmp_path / f"{number}-{step}")["w"][...]
+                assert (found == number * 100 + step).all()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    shardkeep.flush()
+    assert not failed
+
+
+@pytest.mark.parametrize("keyword", ["planner", "storage_writer"])
+def test_what_a_save_still_uses_is_not_taken_by_another(tmp_path, disk, keyword):
+    given = {"planner": DefaultSavePlanner, "storage_writer": NativeWriter}[keyword]()
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "a", **{keyword: given})
+        with pytest.raises(PlanError, match=f"the {keyword} is still used"):
+            keeper.save({"w": np.zeros(9)}, tmp_path / "b", **{keyword: given})
+        disk.set()
+        handle.result(LONG_S)
+        keeper.save({"w": np.zeros(9)}, tmp_path / "b", **{keyword: given})
+    assert (shardkeep.open(tmp_path / "a")["w"][...] == 1).all()
+    assert (shardkeep.open(tmp_path / "b")["w"][...] == 0).all()
+
+
+def test_a_planner_waits_for_devices_again_after_a_save_in_the_background(tmp_path):
+    planner = DefaultSavePlanner()
+    with shardkeep.Checkpointer() as keeper:
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "a", planner=planner).result(LONG_S)
+    assert planner.waits
+
+
+def test_a_planner_with_sources_of_its_own_is_asked_for_them(tmp_path):
+    class Sevens(DefaultSavePlanner):
+        def sources(self, items, rows):
+            found = super().sources(items, rows)
+            return [type(one)(np.full_like(one.array, 7)) for one in found]
+
+    with shardkeep.Checkpointer() as keeper:
+        state = {"w": np.arange(5, dtype=np.uint8)}
+        keeper.async_save(state, tmp_path / "a", planner=Sevens()).result(LONG_S)
+    assert (shardkeep.open(tmp_path / "a")["w"][...] == 7).all()
+
+
+def test_a_local_shard_that_is_smaller_than_it_says_is_an_error(tmp_path, monkeypatch):
+    from shardkeep.adapters import numpy_arrays
+
+    real = numpy_arrays.NumpyArrays.form
+
+    def larger(self, value, where):
+        form = real(self, np.zeros(1000), where)
+        return form if value.size == 10 else real(self, value, where)
+
+    monkeypatch.setattr(numpy_arrays.NumpyArrays, "form", larger)
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": np.ones(10)}, tmp_path / "a")
+        assert isinstance(handle.exception(LONG_S), ValueError)
+    with pytest.raises(shardkeep.CheckpointNotFoundError):
+        shardkeep.open(tmp_path / "a")
+
+
+def test_statistics_beside_a_parameter_are_not_deferred_with_it(tmp_path, monkeypatch):
+    flat = torch.zeros(20)
+    parameter = torch.nn.Parameter(flat[:10])
+    statistics = flat[10:]
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    go = threading.Event()
+    real = Snapshot.copy
+
+    def copy_late(self, copying):
+        if threading.current_thread().name == "shardkeep-stage":
+            assert go.wait(LONG_S)
+        real(self, copying)
+
+    monkeypatch.setattr(Snapshot, "copy", copy_late)
+    with shardkeep.Checkpointer() as keeper:
+        state = {"parameter": parameter, "statistics": statistics, "view": parameter.detach()[2:4]}
+        handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
+        assert not handle.staged.done()
+        statistics.data.fill_(5.0)
+        go.set()
+        handle.result(LONG_S)
+    assert (shardkeep.open(tmp_path / "a")["statistics"][...] == 0).all()
+    assert optimizer is not None
+
+
+def test_an_optimizer_that_goes_away_changed_nothing(tmp_path, monkeypatch):
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizers = [torch.optim.SGD([parameter], lr=1.0)]
+    optimizers[0].step()
+    real = Snapshot.copy
+
+    def copy_after(self, copying):
+        if threading.current_thread().name == "shardkeep-stage":
+            optimizers.clear()
+        real(self, copying)
+
+    monkeypatch.setattr(Snapshot, "copy", copy_after)
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": parameter}, tmp_path / "a", snapshot="lazy")
+        handle.result(LONG_S)
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, moment):
+    real = _Run._take
+
+    def interrupted(self):
+        if moment == "during":
+            real(self)
+        raise KeyboardInterrupt
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(_Run, "_take", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
+    assert shardkeep.verify(tmp_path / "b").ok
+
+
+def test_a_thread_that_does_not_start_is_an_error_of_the_call(tmp_path, monkeypatch):
+    real = threading.Thread.start
+
+    def start(self):
+        if self.name == "shardkeep-save":
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(RuntimeError, match="can't start"):
+                keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        assert not list((tmp_path / "a").glob("*.json*"))
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "a").result(LONG_S)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_no_save_of_its_parent(tmp_path, disk):
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        child = os.fork()
+        if child == 0:
+            keeper.close()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        disk.set()
+        handle.result(LONG_S)
+
+
+def test_a_callback_of_a_staged_save_may_wait_for_it(tmp_path):
+    parameter = torch.nn.Parameter(torch.ones(10))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    results = []
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": parameter}, tmp_path / "a", snapshot="lazy")
+        handle.staged.add_done_callback(lambda _: results.append(handle.result(LONG_S)))
+        handle.result(LONG_S)
+    assert optimizer.param_groups
+    assert len(results) == 1
+
+
+def test_a_cancelled_save_leaves_the_progress_of_its_storage_alone(tmp_path, disk):
+    seen = []
+    writer = NativeWriter(progress=seen.append)
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "a", storage_writer=writer)
+        handle.cancel()
+        disk.set()
+        with pytest.raises(CancelledError):
+            handle.result(LONG_S)
+        keeper.save({"w": np.ones(9)}, tmp_path / "a", storage_writer=writer)
+    assert sum(seen) > 0
+    assert writer.progress == seen.append
+
+
+def test_a_checkpointer_used_again_after_a_flush_is_flushed_again(tmp_path, disk):
+    disk.set()
+    with shardkeep.Checkpointer() as keeper:
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "a").result(LONG_S)
+        shardkeep.flush()
+        handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "b")
+        shardkeep.flush()
+        assert handle.done()
+
+
+def test_the_stall_holds_the_wait_for_the_save_before(tmp_path, disk):
+    with shardkeep.Checkpointer() as keeper:
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        threading.Timer(0.5, disk.set).start()
+        result = keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
+    assert result.stats["stall_s"] > 0.4
+
+
+def test_a_save_tells_of_a_failure_behind_the_module_functions(tmp_path, monkeypatch):
+    def fail(self, data, offset):
+        raise OSError(5, "no disk")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WriteFile, "write_at", fail)
+        handle = shardkeep.async_save({"w": np.ones(9)}, tmp_path / "a")
+        while not handle.done():
+            pass
+    with pytest.raises(shardkeep.StorageError, match="no disk"):
+        shardkeep.save({"w": np.ones(9)}, tmp_path / "b")
+    shardkeep.save({"w": np.ones(9)}, tmp_path / "b")
