@@ -306,6 +306,42 @@ def test_prewarm_starts_it(tmp_path, keeper):
     assert pid_of(keeper) == pid
 
 
+def test_what_a_program_without_stdio_prints_goes_into_no_file_of_ours(tmp_path):
+    code = """
+        import os, sys
+        for number in (0, 1, 2):
+            os.close(number)
+        import numpy as np
+        import shardkeep
+        path = sys.argv[1]
+        keeper = shardkeep.Checkpointer(writer="process")
+        state = {"w": np.ones(1 << 18)}
+        keeper.prewarm(state)
+        for step in range(3):
+            handle = keeper.async_save(state, f"{path}/{step}")
+            for number in (0, 1, 2):
+                try:
+                    os.write(number, b"printed, to nobody it was thought")
+                except OSError:
+                    pass
+            handle.result()
+        pid = keeper._background.process.pid
+        theirs = [os.readlink(f"/proc/{pid}/fd/{number}") for number in (0, 1, 2)]
+        ours = {int(name) for name in os.listdir("/proc/self/fd")}
+        with open(f"{path}/seen", "w") as file:
+            print(theirs, sorted(ours & {0, 1, 2}), file=file)
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, timeout=60
+    )
+    assert done.returncode == 0
+    for step in range(3):
+        check(tmp_path / str(step), {"w": np.ones(1 << 18)})
+    # The one of ours is of the directory that was listed.
+    assert (tmp_path / "seen").read_text() == f"{['/dev/null'] * 3} [0]\n"
+
+
 # --- errors
 
 

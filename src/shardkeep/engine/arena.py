@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +22,7 @@ from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
 
-__all__ = ["SEGMENT", "Arena"]
+__all__ = ["SEGMENT", "Arena", "above_stdio"]
 
 SEGMENT = 1 << 30
 """Bytes made ready at once. A copy of a device must not reach from one segment into another."""
@@ -31,6 +30,8 @@ SPARE = 16
 """One part in so many that is taken in addition: a state that grows a little still fits."""
 _POPULATE_WRITE = 23
 """Linux 5.14's advice to touch pages, for several threads at once; others touch them by hand."""
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
 class Arena:
@@ -70,7 +71,7 @@ class Arena:
             self.fd = _shared_file()
             try:
                 os.ftruncate(self.fd, nbytes)
-                self.memory = np.frombuffer(mmap.mmap(self.fd, nbytes), np.uint8)
+                self.memory = _mapped(self.fd, nbytes)
             except BaseException:
                 self.close()
                 raise
@@ -121,12 +122,46 @@ class Arena:
             os.close(fd)
 
 
+def above_stdio(descriptor: int) -> int:
+    """The same under a number that is not of standard input, output or error; closes the old one.
+
+    Programs close those, and whatever opens a file next gets their numbers; what is printed then
+    goes there.
+    """
+    # Not on every system, as shared memory is not.
+    import fcntl
+
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
+
+
 def _shared_file() -> int:
-    """A file in memory without a name, or what comes nearest."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("shardkeep-arena")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+    """A file in memory without a name."""
+    return above_stdio(os.memfd_create("shardkeep-arena"))
+
+
+def _mapped(fd: int, nbytes: int) -> Bytes:
+    """Memory of a file.
+
+    Python's own would keep a descriptor besides, under the lowest number: so only addresses come
+    from it, which it gives back when nobody uses them, and the file is mapped in their place.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    begin = address_of(memory)
+    if call(begin, nbytes, protection, flags, fd, 0) != begin:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memory
 
 
 def _touch(memory: Bytes, threads: int) -> None:

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from shardkeep.engine.arena import Arena
+from shardkeep.engine.arena import Arena, above_stdio
 from shardkeep.engine.frames import Channel, Done, Failed, Gone, Hello, Job, Memory, Moved, There
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.errors import StorageError
@@ -144,7 +144,7 @@ class _Running:
         self._greeted = False
         self.sees = 0
         """The version of the arena whose memory it sees."""
-        ours, theirs = socket.socketpair()
+        ours, theirs = map(_above_stdio, socket.socketpair())
         with theirs:
             code = _CODE.format(
                 path=_search_path(), descriptor=theirs.fileno(), program=self._owner
@@ -233,6 +233,10 @@ class _Running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(END_S)
         return self._popen.returncode is not None
+
+
+def _above_stdio(end: socket.socket) -> socket.socket:
+    return socket.socket(fileno=above_stdio(end.detach()))
 
 
 def _search_path() -> list[str]:

@@ -46,6 +46,7 @@ def serve(descriptor: int, program: int) -> NoReturn:
     # Signals to a whole group or job are meant for the program. It decides what becomes of a save.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    _have_stdio()
     _be_modest()
     channel = Channel(socket.socket(fileno=descriptor), lambda: os.getppid() == program)
     server = _Server(channel)
@@ -57,6 +58,14 @@ def serve(descriptor: int, program: int) -> NoReturn:
         traceback.print_exc()
     finally:
         os._exit(1)
+
+
+def _have_stdio() -> None:
+    """Where the program has no standard error: else a file gets its number, and its messages."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    while opened < 3:
+        opened = os.open(os.devnull, os.O_RDWR)
+    os.close(opened)
 
 
 def _be_modest() -> None:
