@@ -425,6 +425,25 @@ def test_systems_without_such_memory_are_told(monkeypatch):
         shardkeep.Checkpointer(writer="process")
 
 
+@pytest.mark.parametrize("executable", ["", None])
+def test_programs_that_know_of_no_python_are_told(monkeypatch, executable):
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(ValueError, match="a Python that can be started"):
+        shardkeep.Checkpointer(writer="process")
+
+
+def test_a_process_that_ends_at_once_is_not_said_to_be_late(tmp_path, keeper, monkeypatch):
+    script = tmp_path / "brief"
+    # The end of the socket is seen well before that of the process.
+    script.write_text(
+        f"#!{sys.executable}\nimport os, time\nos.closerange(3, 999)\ntime.sleep(.5)\nos._exit(3)"
+    )
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    with pytest.raises(StorageError, match="ended with exit code 3"):
+        keeper.async_save(some_state(), tmp_path / "a").result()
+
+
 # --- the process dies
 
 

@@ -45,7 +45,8 @@ serve({descriptor}, {program})
 def can_start() -> bool:
     """Whether there is what it takes: memory with a descriptor, and a Python to start."""
     shares = hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
-    return shares and not getattr(sys, "frozen", False)
+    # Programs that embed Python may not know of one that can be started.
+    return shares and bool(sys.executable) and not getattr(sys, "frozen", False)
 
 
 class WriterProcess:
@@ -151,7 +152,7 @@ class _Running:
             )
             try:
                 self._popen = subprocess.Popen(
-                    [sys.executable or "", "-P", "-c", code],
+                    [sys.executable, "-P", "-c", code],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
@@ -178,8 +179,10 @@ class _Running:
         return False
 
     def _is_alive(self) -> bool:
-        late = not self._greeted and time.monotonic() > self._deadline
-        return self._popen.poll() is None and not late
+        return self._popen.poll() is None and not self._is_late()
+
+    def _is_late(self) -> bool:
+        return not self._greeted and time.monotonic() > self._deadline
 
     def greet(self) -> None:
         """Wait until it runs."""
@@ -203,7 +206,7 @@ class _Running:
 
     def how_it_ended(self) -> str:
         """In words."""
-        if not self._greeted and self._popen.poll() is None:
+        if self._popen.poll() is None and self._is_late():
             return f"did not start within {START_S:.0f} s"
         try:
             status = self._popen.wait(END_S)
