@@ -8,10 +8,12 @@ ready one after the other: the first can be filled while the next is prepared.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import sys
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -51,6 +53,10 @@ class Arena:
         self._touched = 0
         self._pinned: list[Callable[[], None]] = []
         self._staging: Staging | None = None
+        # For one that is dropped as well. At the end of the program the system does it, and a save
+        # may still go on.
+        self._unpinning: weakref.finalize[..., Arena] | None = None
+        self._closing: weakref.finalize[..., Arena] | None = None
 
     def reserve(self, nbytes: int) -> bool:
         """Make it at least so large, whatever was in it; says whether it is other memory now."""
@@ -69,6 +75,8 @@ class Arena:
         nbytes = -(-(nbytes + nbytes // SPARE) // HUGE_PAGE) * HUGE_PAGE
         if self.shared:
             self.fd = _shared_file()
+            self._closing = weakref.finalize(self, os.close, self.fd)
+            self._closing.atexit = False
             try:
                 os.ftruncate(self.fd, nbytes)
                 self.memory = _mapped(self.fd, nbytes)
@@ -98,6 +106,11 @@ class Arena:
             _touch(self.memory[self._touched : end], threads)
             self._touched = end
         if staging is not None:
+            if self._unpinning is None:
+                self._unpinning = weakref.finalize(
+                    self, _unpin, self._pinned, self.memory, os.getpid()
+                )
+                self._unpinning.atexit = False
             while len(self._pinned) * SEGMENT < nbytes:
                 low = len(self._pinned) * SEGMENT
                 # All of a segment is told at once, so all of it is touched.
@@ -108,18 +121,31 @@ class Arena:
                 self._pinned.append(staging.pin(self.memory[low:high]))
 
     def _unpin(self) -> None:
-        pinned, self._pinned, self._staging = self._pinned, [], None
-        for unpin in pinned:
-            unpin()
+        unpinning, self._unpinning = self._unpinning, None
+        self._pinned, self._staging = [], None
+        if unpinning is not None:
+            unpinning()
 
     def close(self) -> None:
         """Let go of the memory; views of it that somebody holds keep it until they go."""
-        self._unpin()
-        self._touched = 0
-        self.memory = np.empty(0, np.uint8)
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            os.close(fd)
+        try:
+            self._unpin()
+        finally:
+            self._touched = 0
+            self.memory = np.empty(0, np.uint8)
+            self.fd = -1
+            closing, self._closing = self._closing, None
+            if closing is not None:
+                closing()
+
+
+def _unpin(pinned: list[Callable[[], None]], memory: Bytes, owner: int) -> None:
+    """Have the device forget memory, which is given so that it is there until then."""
+    # A process that is forked has no device.
+    if owner == os.getpid():
+        with contextlib.ExitStack() as all_of_them:
+            for unpin in pinned:
+                all_of_them.callback(unpin)
 
 
 def above_stdio(descriptor: int) -> int:
