@@ -103,8 +103,8 @@ def told(monkeypatch):
     """Jobs that processes were given."""
     put, send = queue.SimpleQueue(), Channel.send
 
-    def tell(self, message, descriptor=None):
-        send(self, message, descriptor)
+    def tell(self, message, *given, **named):
+        send(self, message, *given, **named)
         if isinstance(message, Job):
             put.put(message)
 
@@ -614,6 +614,36 @@ def test_cancelled_while_the_process_is_stuck(tmp_path, keeper, told):
     assert not is_running(pid)
     check(tmp_path, some_state())
     assert len(left_in(tmp_path)) == 2
+
+
+def test_cancelled_while_a_stopped_process_takes_no_job(tmp_path, keeper):
+    keeper.async_save(some_state(), tmp_path).result()
+    pid = pid_of(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    # More than a socket holds.
+    large = {**some_state(seed=1), "value": bytes(8 * MIB)}
+    handle = keeper.async_save(large, tmp_path, overwrite=True)
+    time.sleep(0.3)
+    assert handle.cancel()
+    handle_ended(handle, 10)
+    assert handle.cancelled()
+    assert not is_running(pid)
+    check(tmp_path, some_state())
+    keeper.async_save(large, tmp_path, overwrite=True).result()
+    check(tmp_path, large)
+
+
+def test_cancelled_while_the_process_does_not_start(tmp_path, keeper, monkeypatch):
+    script = tmp_path / "mute"
+    script.write_text("#!/bin/sh\nexec sleep 100\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    handle = keeper.async_save(some_state(), tmp_path / "a")
+    pid = pid_of(keeper)
+    assert handle.cancel()
+    handle_ended(handle, 10)
+    assert handle.cancelled()
+    assert not is_running(pid)
 
 
 def handle_ended(handle, seconds: float = 30.0) -> None:

@@ -74,3 +74,27 @@ def test_who_is_dead_is_gone_even_if_its_end_is_open(ends, alive, monkeypatch):
         there.receive()
     with pytest.raises(Gone):  # nobody takes it
         there.send(Done(bytes(8 << 20)))
+
+
+@pytest.mark.parametrize("with_descriptor", [False, True])
+def test_who_waits_for_room_can_stop_waiting(ends, monkeypatch, with_descriptor):
+    monkeypatch.setattr(frames, "LOOK_MS", 20)
+    here, _ = ends
+    looks = []
+
+    def meanwhile():
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+
+    descriptor = os.memfd_create("test") if with_descriptor else None
+
+    def send_all():
+        while True:  # nobody takes them
+            here.send(Memory(1), descriptor, meanwhile)
+
+    with pytest.raises(KeyboardInterrupt):
+        send_all()
+    if descriptor is not None:
+        os.close(descriptor)
+    assert len(looks) == 3

@@ -110,28 +110,40 @@ class Channel:
         self._has_room.register(end, select.POLLOUT)
         self._decoder = msgspec.msgpack.Decoder(Message)
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
-        """Send a whole message; waits while the other side takes none."""
+    def send(
+        self,
+        message: Message,
+        descriptor: int | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Send a whole message.
+
+        Waits while the other side takes none, and calls `meanwhile` every second, which may raise:
+        half of the message may have been sent then, and no other can be.
+        """
         data = msgspec.msgpack.encode(message)
         length = len(data).to_bytes(_LENGTH, "little")
         try:
             with self._sending:
-                if descriptor is None:
-                    self._write(length)
-                else:
-                    socket.send_fds(self._socket, [length], [descriptor], _NO_SIGNAL)
-                self._write(data)
+                self._write(length, [] if descriptor is None else [descriptor], meanwhile)
+                self._write(data, [], meanwhile)
         except OSError as error:
             raise Gone from error
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: bytes, descriptors: list[int], meanwhile: Callable[[], None]) -> None:
         left = memoryview(data)
         while left:
-            if self._has_room.poll(LOOK_MS):
-                with contextlib.suppress(BlockingIOError):
-                    left = left[self._socket.send(left[:PIECE], _AT_ONCE) :]
-            elif not self._is_alive():
-                raise Gone
+            if not self._has_room.poll(LOOK_MS):
+                meanwhile()
+                if not self._is_alive():
+                    raise Gone
+                continue
+            with contextlib.suppress(BlockingIOError):
+                if descriptors:
+                    sent = socket.send_fds(self._socket, [left], descriptors, _AT_ONCE)
+                else:
+                    sent = self._socket.send(left[:PIECE], _AT_ONCE)
+                left, descriptors = left[sent:], []
 
     def has_message(self) -> bool:
         """Whether `receive` finds something, be it the end."""

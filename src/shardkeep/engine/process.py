@@ -62,8 +62,11 @@ class WriterProcess:
         """Of the process, while there is one."""
         return None if self._running is None else self._running.pid
 
-    def share(self, arena: Arena) -> None:
-        """Have the process see the memory of this arena, and no other; starts it if need be."""
+    def share(self, arena: Arena, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Have the process see the memory of this arena, and no other; starts it if need be.
+
+        `meanwhile` is called every second for as long as that takes, and what it raises ends it.
+        """
         running = self._running
         if running is not None and not running.is_usable():
             self._end()
@@ -75,7 +78,7 @@ class WriterProcess:
             self._finalizer.atexit = False
         if running.sees != arena.version and arena.fd >= 0:
             with self._ending_after_errors(running):
-                running.channel.send(Memory(len(arena.memory)), arena.fd)
+                running.channel.send(Memory(len(arena.memory)), arena.fd, meanwhile)
             running.sees = arena.version
 
     def run(
@@ -86,19 +89,24 @@ class WriterProcess:
         Its errors are raised here. If the process dies that is a `StorageError`, and the next job
         gets another process. What `progress` raises ends the job, and the process.
         """
-        self.share(snapshot.arena)
+
+        # No progress is told of as well: who wants to cancel need not wait for a disk.
+        def meanwhile() -> None:
+            progress(0)
+
+        self.share(snapshot.arena, meanwhile)
         running = self._running
         assert running is not None
         with self._ending_after_errors(running):
-            running.greet()
-            running.channel.send(Job(work, data, snapshot.unit))
+            running.greet(meanwhile)
+            running.channel.send(Job(work, data, snapshot.unit), meanwhile=meanwhile)
             answer: bytes | None = None
             for high in snapshot.arrivals():
-                running.channel.send(There(high))
+                running.channel.send(There(high), meanwhile=meanwhile)
                 while answer is None and running.channel.has_message():
-                    answer = running.hear(progress)
+                    answer = running.hear(progress, meanwhile)
             while answer is None:
-                answer = running.hear(progress)
+                answer = running.hear(progress, meanwhile)
             return answer
 
     @contextlib.contextmanager
@@ -184,17 +192,16 @@ class _Running:
     def _is_late(self) -> bool:
         return not self._greeted and time.monotonic() > self._deadline
 
-    def greet(self) -> None:
+    def greet(self, meanwhile: Callable[[], None]) -> None:
         """Wait until it runs."""
         if not self._greeted:
-            message, _ = self.channel.receive()
+            message, _ = self.channel.receive(meanwhile)
             assert isinstance(message, Hello)
             self._greeted = True
 
-    def hear(self, progress: Callable[[int], None]) -> bytes | None:
+    def hear(self, progress: Callable[[int], None], meanwhile: Callable[[], None]) -> bytes | None:
         """Wait for what it says; gives the answer, when that has come."""
-        # No progress is told of as well: who wants to cancel need not wait for a disk.
-        message, _ = self.channel.receive(lambda: progress(0))
+        message, _ = self.channel.receive(meanwhile)
         if isinstance(message, Failed):
             error = revive(message.failure)
             if isinstance(error, StorageError):
