@@ -26,6 +26,7 @@ from shardkeep.engine import process as engine_process
 from shardkeep.engine.frames import Channel, Job
 from shardkeep.engine.process import can_start
 from shardkeep.engine.snapshot import Snapshot
+from shardkeep.formats.native import detached
 from shardkeep.formats.native.commit import read_record
 from shardkeep.formats.native.layout import Limits
 from shardkeep.stores.local import LocalStore
@@ -226,6 +227,22 @@ def test_blake3(tmp_path, long_lived):
     long_lived.async_save(some_state(), storage_writer=writer).result()
     assert writer.process is None
     assert shardkeep.verify(tmp_path).ok
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_files_have_the_permissions_of_the_programs(tmp_path, long_lived, monkeypatch, is_told):
+    if not is_told:
+        none = tmp_path / "none"
+        monkeypatch.setattr(detached, "open", lambda *given: none.open(), raising=False)
+    for mask in (0o022, 0o077, 0o027):
+        path, before = tmp_path / str(mask), os.umask(mask)
+        try:
+            long_lived.async_save(some_state(), path).result()
+            assert os.umask(mask) == mask
+        finally:
+            os.umask(before)
+        modes = {file.stat().st_mode & 0o777 for file in (path / "data").iterdir()}
+        assert modes == {0o666 & ~mask}
 
 
 # --- the process

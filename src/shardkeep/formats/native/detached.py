@@ -38,6 +38,8 @@ class _Order(msgspec.Struct, frozen=True):
     block: int
     budget: int
     cores: int
+    umask: int
+    """Of the program: its files, and those of the process, are for the same eyes."""
     plans: list[FilePlan]
     fronts: list[tuple[bytes, bytes]]
     """Header and values of each file."""
@@ -73,6 +75,7 @@ def write_detached(
         job.block,
         budget,
         cores,
+        _umask(),
         list(job.plans),
         [job.front(plan) for plan in job.plans],
         tuple(column.astype(np.int64).tobytes() for column in columns),  # type: ignore[arg-type]
@@ -88,6 +91,7 @@ def write_detached(
 def write_there(data: bytes, incoming: Incoming, progress: Callable[[int], None]) -> bytes:
     """In the process: write all files, of which the elements arrive in memory."""
     order = msgspec.msgpack.decode(data, type=_Order)
+    os.umask(order.umask)
     chunks = _ArenaChunks(order.columns, incoming)
     job = DataFiles(
         order.save_id,
@@ -108,6 +112,18 @@ def write_there(data: bytes, incoming: Incoming, progress: Callable[[int], None]
     ) as files:
         written = job.write(files, [])
     return msgspec.msgpack.encode(_Answer(written, files.stats.as_dict()))
+
+
+def _umask() -> int:
+    """Of this process, as it is now."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            return next(int(line.split()[1], 8) for line in status if line.startswith(b"Umask:"))
+    except (OSError, StopIteration):
+        # To ask is to change it: whatever another thread creates just now is too private at worst.
+        mask = os.umask(0o077)
+        os.umask(mask)
+        return mask
 
 
 class _ArenaChunks:
