@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import CheckpointNotFoundError, StorageError, ThreadRanks
+from shardkeep.engine import arena as engine_arena
 from shardkeep.engine import process as engine_process
+from shardkeep.engine.arena import Arena
 from shardkeep.engine.frames import Channel, Job
-from shardkeep.engine.process import can_start
+from shardkeep.engine.process import WriterProcess, can_start
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.formats.native import detached
 from shardkeep.formats.native.commit import read_record
@@ -357,6 +359,53 @@ def test_what_a_program_without_stdio_prints_goes_into_no_file_of_ours(tmp_path)
         check(tmp_path / str(step), {"w": np.ones(1 << 18)})
     # The one of ours is of the directory that was listed.
     assert (tmp_path / "seen").read_text() == f"{['/dev/null'] * 3} [0]\n"
+
+
+def test_old_memory_is_gone_before_more_is_asked_for(tmp_path, keeper, monkeypatch):
+    keeper.async_save(some_state(), tmp_path / "a").result()
+    pid = pid_of(keeper)
+    seen = []
+
+    def look(room):
+        seen.append(Path(f"/proc/{pid}/maps").read_text().count("shardkeep-arena"))
+        return room
+
+    monkeypatch.setattr(engine_arena, "available_memory", lambda: look(1))
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="1 are available"):
+            keeper.async_save(some_state(8), tmp_path / "b").result()
+    monkeypatch.setattr(engine_arena, "available_memory", lambda: look(1 << 40))
+    for step in (8, 16, 24, 32):
+        keeper.async_save(some_state(step, step), tmp_path / str(step)).result()
+        check(tmp_path / str(step), some_state(step, step))
+    assert pid_of(keeper) == pid
+    assert len(seen) >= 5
+    assert not any(seen)
+
+
+def test_an_arena_that_is_closed_is_let_go_of():
+    arena, process = Arena(shared=True), WriterProcess()
+    for _ in range(3):
+        arena.reserve(MIB)
+        process.share(arena)  # the first time before it has started
+        pid = process.pid
+        arena.close()
+        assert process.pid == pid
+        assert "shardkeep-arena" not in Path(f"/proc/{pid}/maps").read_text()
+    arena.reserve(MIB)
+    process.share(arena)
+    process.close()
+    arena.close()
+
+
+def test_a_stopped_process_is_ended_where_it_holds_memory(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr(engine_process, "END_S", 1.0)
+    keeper.async_save(some_state(), tmp_path / "a").result()
+    pid = pid_of(keeper)
+    os.kill(pid, signal.SIGSTOP)
+    keeper.async_save(some_state(8), tmp_path / "b").result()
+    assert not is_running(pid)
+    check(tmp_path / "b", some_state(8))
 
 
 # --- errors

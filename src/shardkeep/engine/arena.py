@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
 
-__all__ = ["SEGMENT", "Arena", "above_stdio"]
+__all__ = ["SEGMENT", "Arena", "Borrower", "above_stdio"]
 
 SEGMENT = 1 << 30
 """Bytes made ready at once. A copy of a device must not reach from one segment into another."""
@@ -34,6 +35,13 @@ _POPULATE_WRITE = 23
 """Linux 5.14's advice to touch pages, for several threads at once; others touch them by hand."""
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+
+
+class Borrower(Protocol):
+    """Has memory of an arena that this process alone can't give back."""
+
+    def let_go(self) -> None:
+        """Give it back; done on return."""
 
 
 class Arena:
@@ -48,6 +56,8 @@ class Arena:
         """Another number whenever it is other memory."""
         self.memory: Bytes = np.empty(0, np.uint8)
         """All of it."""
+        self.borrowers: weakref.WeakSet[Borrower] = weakref.WeakSet()
+        """Asked to let go before the memory goes."""
         self._owner = os.getpid()
         """A process that is forked must not write into memory that both of them share."""
         self._touched = 0
@@ -137,6 +147,9 @@ class Arena:
             closing, self._closing = self._closing, None
             if closing is not None:
                 closing()
+            borrowers, self.borrowers = list(self.borrowers), weakref.WeakSet()
+            for borrower in borrowers:
+                borrower.let_go()
 
 
 def _unpin(pinned: list[Callable[[], None]], memory: Bytes, owner: int) -> None:

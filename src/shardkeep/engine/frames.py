@@ -23,6 +23,8 @@ __all__ = [
     "Channel",
     "Done",
     "Failed",
+    "Forget",
+    "Forgotten",
     "Gone",
     "Hello",
     "Job",
@@ -49,6 +51,10 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     nbytes: int
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """To the process: let go of the memory, and say so."""
+
+
 class Job(msgspec.Struct, frozen=True, tag=True):
     """To the process: do this. Nothing of the memory is there yet."""
 
@@ -70,6 +76,10 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """From the process: it runs."""
 
 
+class Forgotten(msgspec.Struct, frozen=True, tag=True):
+    """From the process: it has let go of the memory."""
+
+
 class Moved(msgspec.Struct, frozen=True, tag=True):
     """From the process: progress."""
 
@@ -89,7 +99,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     errno: int | None
 
 
-Message: TypeAlias = Memory | Job | There | Hello | Moved | Done | Failed
+Message: TypeAlias = Memory | Forget | Job | There | Hello | Forgotten | Moved | Done | Failed
 
 
 class Gone(Exception):

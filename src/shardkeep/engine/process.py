@@ -19,7 +19,19 @@ import weakref
 from collections.abc import Callable, Iterator
 
 from shardkeep.engine.arena import Arena, above_stdio
-from shardkeep.engine.frames import Channel, Done, Failed, Gone, Hello, Job, Memory, Moved, There
+from shardkeep.engine.frames import (
+    Channel,
+    Done,
+    Failed,
+    Forget,
+    Forgotten,
+    Gone,
+    Hello,
+    Job,
+    Memory,
+    Moved,
+    There,
+)
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.errors import StorageError
 from shardkeep.failures import revive
@@ -77,9 +89,25 @@ class WriterProcess:
             # At the end of the program, saves are completed first.
             self._finalizer.atexit = False
         if running.sees != arena.version and arena.fd >= 0:
+            # Before: whatever becomes of the message, its descriptor may be on its way.
+            arena.borrowers.add(self)
             with self._ending_after_errors(running):
                 running.channel.send(Memory(len(arena.memory)), arena.fd, meanwhile)
             running.sees = arena.version
+
+    def let_go(self) -> None:
+        """Have the process give back the memory it sees; one that does not is ended."""
+        running = self._running
+        if running is None or not running.sees:
+            return
+        done = False
+        try:
+            done = running.forget()
+        finally:
+            if not done:
+                if running.is_usable():
+                    log.warning("the writer process (pid %d) keeps memory: ended", running.pid)
+                self._end(kill=True)
 
     def run(
         self, work: str, data: bytes, snapshot: Snapshot, progress: Callable[[int], None]
@@ -198,6 +226,24 @@ class _Running:
             message, _ = self.channel.receive(meanwhile)
             assert isinstance(message, Hello)
             self._greeted = True
+
+    def forget(self) -> bool:
+        """Have it let go of memory; whether it soon did. Not while there is a job."""
+        if self._owner != os.getpid():
+            return True  # that is for the program which forked this one
+        self.sees = 0
+        deadline = time.monotonic() + END_S
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+
+        try:
+            self.greet(check)
+            self.channel.send(Forget(), meanwhile=check)
+            return isinstance(self.channel.receive(check)[0], Forgotten)
+        except (Gone, TimeoutError):
+            return False
 
     def hear(self, progress: Callable[[int], None], meanwhile: Callable[[], None]) -> bytes | None:
         """Wait for what it says; gives the answer, when that has come."""

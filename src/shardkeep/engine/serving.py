@@ -27,7 +27,20 @@ import numpy as np
 
 from shardkeep.arrays import Bytes
 from shardkeep.engine.arriving import Incoming
-from shardkeep.engine.frames import Channel, Done, Failed, Gone, Hello, Job, Memory, Moved, There
+from shardkeep.engine.frames import (
+    Channel,
+    Done,
+    Failed,
+    Forget,
+    Forgotten,
+    Gone,
+    Hello,
+    Job,
+    Memory,
+    Message,
+    Moved,
+    There,
+)
 from shardkeep.failures import describe
 
 __all__ = ["Work", "serve"]
@@ -105,26 +118,32 @@ class _Server:
         elif isinstance(message, Job):
             self._incoming = Incoming(self._memory, message.unit)
             self._jobs.put((message, self._incoming))
+        elif isinstance(message, Forget):
+            self._forget()
+            self._channel.send(Forgotten())
         elif isinstance(message, Memory):
             # The memory from before must go first: the two may not have room beside each other.
-            self._memory = np.empty(0, np.uint8)
-            self._incoming = Incoming(self._memory, 1)
-            gc.collect()
+            self._forget()
             (descriptor,) = descriptors
             mapped = mmap.mmap(descriptor, message.nbytes, prot=mmap.PROT_READ)
             os.close(descriptor)
             self._memory = np.frombuffer(mapped, np.uint8)
 
+    def _forget(self) -> None:
+        self._memory = np.empty(0, np.uint8)
+        self._incoming = Incoming(self._memory, 1)
+        gc.collect()
+
     def work(self) -> NoReturn:
         """Do the jobs."""
         while True:
-            job, incoming = self._jobs.get()
-            try:
-                module, name = job.work.split(":")
-                work: Work = getattr(importlib.import_module(module), name)
-                answer = work(job.data, incoming, lambda nbytes: self._channel.send(Moved(nbytes)))
-            except Exception as error:
-                self._channel.send(Failed(describe(error, 0), getattr(error, "errno", None)))
-            else:
-                self._channel.send(Done(answer))
-            del job, incoming
+            # Nothing of a job is held here once the program hears of its end.
+            self._channel.send(self._do(*self._jobs.get()))
+
+    def _do(self, job: Job, incoming: Incoming) -> Message:
+        try:
+            module, name = job.work.split(":")
+            work: Work = getattr(importlib.import_module(module), name)
+            return Done(work(job.data, incoming, lambda nbytes: self._channel.send(Moved(nbytes))))
+        except Exception as error:
+            return Failed(describe(error, 0), getattr(error, "errno", None))
