@@ -199,7 +199,7 @@ class Background:
     def _reserve(self, nbytes: int) -> None:
         self.arena.reserve(nbytes)
         if self.process is not None:
-            # At once: it keeps other memory of ours until it is told of this.
+            # At once: what it cannot have, it says before anything is copied.
             self.process.share(self.arena)
 
     def _lend_process(self, writer: StorageWriter, inside: contextlib.ExitStack) -> None:
