@@ -168,6 +168,8 @@ class Background:
             held = hold(plan, planner, writer.write_order(plan))
             self._reserve(held.length)
             self.arena.prepare(held.length, planner.staging, _threads(writer))
+            if isinstance(planner, DefaultSavePlanner):
+                planner.deferrable(held.items, held.rows)  # optimizers are found once
 
         coordinator.agree("make memory ready", make_ready)
 
