@@ -12,7 +12,7 @@ import torch
 
 import shardkeep
 from shardkeep import DefaultSavePlanner, NativeWriter, PlanError
-from shardkeep.background import _Run
+from shardkeep.behind import Run
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.stores.local import WriteFile
 
@@ -152,7 +152,7 @@ def test_an_optimizer_that_goes_away_changed_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("moment", ["before", "during"])
 def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, moment):
-    real = _Run._take
+    real = Run._take
 
     def interrupted(self):
         if moment == "during":
@@ -161,7 +161,7 @@ def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, m
 
     with shardkeep.Checkpointer() as keeper:
         with monkeypatch.context() as patch:
-            patch.setattr(_Run, "_take", interrupted)
+            patch.setattr(Run, "_take", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
         keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)

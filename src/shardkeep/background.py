@@ -15,17 +15,11 @@ import os
 import sys
 import threading
 import time
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_all
-from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-import numpy as np
-
-from shardkeep.arrays import StagedSource, Staging
+from shardkeep.behind import Run
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
@@ -34,26 +28,22 @@ from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import (
     DEVICE_UNIT,
     HOST_UNIT,
-    Copying,
     Held,
-    Mask,
     Snapshot,
-    StagedPlanner,
     hold,
 )
-from shardkeep.errors import PlanError
 from shardkeep.handles import SaveHandle
 from shardkeep.holding import StalePlan
 from shardkeep.planner import SavePlan, SavePlanner
 from shardkeep.planning import PlanMemory, Planning
-from shardkeep.saving import SaveCancelled, SaveResult, Saving
+from shardkeep.saving import SaveResult, Saving
 from shardkeep.storage import StorageWriter
+from shardkeep.taking import SnapshotKind, plan_steps
 
 __all__ = ["Background", "OnOverlap", "SnapshotKind", "WriterKind", "wait_turn"]
 
 log = logging.getLogger("shardkeep")
 
-SnapshotKind: TypeAlias = Literal["eager", "lazy"]
 OnOverlap: TypeAlias = Literal["wait", "skip", "error"]
 WriterKind: TypeAlias = Literal["thread", "process"]
 
@@ -87,7 +77,7 @@ class Background:
         self.process = WriterProcess() if writer == "process" else None
         """Writes what is in the arena, where no thread of this process is to do so."""
         self._last: SaveHandle | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._content = ("", "")
         """Digest of all tensors of the last save, and where it went; on the coordinator."""
         self._group_memory = group.memory
@@ -192,8 +182,8 @@ class Background:
                 staging = saving.planner.staging
                 unit = HOST_UNIT if staging is None else DEVICE_UNIT
                 taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
-                steps = _steps(taken, staging, kind, saving)
-                run = _Run(saving, plan, taken, steps, staging, self._compare, begun)
+                steps = plan_steps(taken, staging, kind, saving.planner)
+                run = Run(saving, plan, taken, steps, staging, self._compare, begun)
             self._last, self._run = run.handle, run
             run.begin(inside.pop_all())
         return run.handle
@@ -254,275 +244,6 @@ class Background:
 
 def _threads(writer: StorageWriter) -> int:
     return min(MOST_COPYING, usable_cores(writer.ranks_on_host))
-
-
-@dataclass(eq=False)
-class _Steps:
-    """How a snapshot is taken."""
-
-    now: list[Copying]
-    """Copied before the caller goes on."""
-    later: list[Copying]
-    """Copied while the caller goes on."""
-    alone: bool
-    """Whether nothing is written before all copies are begun: to ask a device for them takes many
-    turns at the interpreter, and a few to write."""
-    follow: Callable[[], None]
-    """Has what another thread copies come after what the caller had asked of a device."""
-    changed: Callable[[], Sequence[str]]
-    """Names of what was copied late and is not what it was; asked once all is there."""
-    needs_state: bool = False
-    """Whether what is copied later is read from the caller's arrays."""
-
-
-def _steps(taken: Snapshot, staging: Staging | None, kind: SnapshotKind, saving: Saving) -> _Steps:
-    held, planner = taken.held, saving.planner
-    deferred = np.zeros(len(held.rows), np.bool_)
-    steps = _Steps([], [], False, lambda: None, lambda: ())
-    if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
-        deferred, steps.changed = planner.deferrable(held.items, held.rows)
-    if staging is None:
-        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
-        steps.needs_state = bool(deferred.any())
-        return steps
-    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
-        return steps
-    steps.alone = True
-    steps.now.append(taken.expect(~deferred, staging))
-    if deferred.any():
-        steps.later.append(taken.expect(deferred, staging))
-        steps.follow = staging.here()
-        steps.needs_state = True
-    return steps
-
-
-def _host_steps(taken: Snapshot, which: Mask) -> list[Copying]:
-    """Chunks in host memory, which stand still: most are found by their addresses alone."""
-    quick, left = taken.expect_memory(which)
-    return [quick, taken.expect(left)]
-
-
-def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: _Steps) -> bool:
-    """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
-
-    False if it has no room for that.
-    """
-    sources = taken.held.sources(np.ones(len(deferred), np.bool_))
-    on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
-    doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
-    if doubles is None:
-        return False
-    steps.now.extend(_host_steps(taken, ~on_device & ~deferred))
-    steps.later.append(taken.expect(on_device, staging, doubles))
-    steps.later.append(taken.expect(~on_device & deferred))
-    steps.needs_state = bool((~on_device & deferred).any())
-    if not steps.needs_state:
-        steps.changed = lambda: ()
-    return True
-
-
-class _Run:
-    """One save, from the snapshot on."""
-
-    def __init__(
-        self,
-        saving: Saving,
-        plan: SavePlan,
-        taken: Snapshot,
-        steps: _Steps,
-        staging: Staging | None,
-        compare: Callable[[SaveResult, str], None],
-        begun: float,
-    ) -> None:
-        self.handle = SaveHandle(saving.checkpoint_id)
-        self._saving = saving
-        self._plan = plan
-        self._taken = taken
-        self._steps = steps
-        self._staging = staging
-        self._compare = compare
-        self._begun = begun
-        self._stall_s = 0.0
-        self._is_committing = False
-        self._stager: threading.Thread | None = None
-        self._arrived: Future[None] = Future()
-        """Done once everything is in the arena, as it was."""
-        self._may_write = threading.Event()
-        self._claim = threading.Lock()
-        """Taken, for good, by the thread that ends the save."""
-        if not steps.alone:
-            self._may_write.set()
-
-    def begin(self, inside: contextlib.ExitStack) -> None:
-        """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
-
-        An interrupt is raised here, and ends the save.
-        """
-        self._stop_when_cancelled(inside)
-        writing = threading.Thread(
-            target=self._write, args=(inside,), name="shardkeep-save", daemon=True
-        )
-        try:
-            writing.start()
-            self._take()
-        except BaseException as error:
-            self._fail(error)
-            started = not self._claim.acquire(blocking=False)
-            if not started or not isinstance(error, Exception):
-                self.handle.mark_seen()  # it is raised here
-                if not started:
-                    self.handle.end(error)
-                    with inside, self._saving.aborting():
-                        raise
-                raise
-
-    def _stop_when_cancelled(self, inside: contextlib.ExitStack) -> None:
-        """A cancelled save writes no further unit."""
-        writer = self._saving.writer
-        shown: Callable[[int], None] | None = getattr(writer, "progress", None)
-        if shown is None:
-            return
-
-        def count(nbytes: int) -> None:
-            if self.handle.is_cancelling and not self._is_committing:
-                raise SaveCancelled
-            shown(nbytes)
-
-        writer.progress = count  # type: ignore[attr-defined]
-        inside.callback(setattr, writer, "progress", shown)
-
-    # --- on the caller's thread
-
-    def _take(self) -> None:
-        """Take the snapshot, or what of it cannot wait."""
-        steps, taken = self._steps, self._taken
-        with self._settled():
-            for copying in steps.now:
-                taken.copy(copying)
-            if not steps.later:
-                self._may_write.set()
-        self._stall_s = time.perf_counter() - self._begun
-        if not steps.needs_state:
-            self._saving.release_state()
-        if any(len(copying.units) for copying in steps.later):
-            stager = threading.Thread(target=self._take_rest, name="shardkeep-stage", daemon=True)
-            self._stager = stager
-            stager.start()
-        else:
-            self._complete()
-        if not steps.needs_state:
-            self._tell_staged()
-
-    @contextlib.contextmanager
-    def _settled(self) -> Iterator[None]:
-        """On leaving, also by an error, no device copies anything any more that was begun inside:
-        the arena may be used by the next save then."""
-        try:
-            yield
-        finally:
-            if self._staging is not None:
-                self._staging.fence()()
-
-    def _tell_staged(self) -> None:
-        """The state may change, or go: nothing of it is kept here."""
-        with contextlib.suppress(InvalidStateError):  # the save has ended already
-            self.handle.staged.set_result(None)
-
-    def _complete(self) -> None:
-        """Everything is in the arena."""
-        self._steps = _Steps([], [], False, lambda: None, lambda: ())
-        self._arrived.set_result(None)
-        self._may_write.set()
-
-    def _fail(self, error: BaseException) -> None:
-        if isinstance(error, StalePlan):
-            error = PlanError(
-                "an array got another shape, type or place before the snapshot was complete; with "
-                'snapshot="lazy", nothing but values may change before handle.wait_staged()'
-            )
-        self._taken.fail(error)
-        self._steps = _Steps([], [], False, lambda: None, lambda: ())
-        self._saving.release_state()
-        for future in (self._arrived, self.handle.staged):
-            with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
-                future.set_exception(error)
-        self._may_write.set()
-
-    def join(self) -> None:
-        """Until nothing copies into the arena any more."""
-        stager = self._stager
-        if stager is not None and stager.ident is not None:
-            stager.join()
-
-    # --- behind it
-
-    def _take_rest(self) -> None:
-        try:
-            if self._staging is not None:
-                self._staging.be_quiet()
-            with self._settled():
-                self._steps.follow()
-                for copying in self._steps.later:
-                    self._taken.copy(copying)
-                self._may_write.set()
-                self._taken.wait()
-            changed = self._steps.changed()
-            if changed:
-                raise PlanError(
-                    f"{_few(changed)} changed before the snapshot was complete; with "
-                    'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
-                    "next step, or handle.wait_staged()"
-                )
-            self._saving.release_state()
-            self._complete()
-            self._tell_staged()
-        except BaseException as error:
-            self._fail(error)
-
-    def _is_cancelled(self) -> bool:
-        """Asked once, when all is written; what comes later comes too late."""
-        cancelled = self.handle.is_cancelling
-        self._is_committing = not cancelled
-        return cancelled
-
-    def _write(self, inside: contextlib.ExitStack) -> None:
-        if not self._claim.acquire(blocking=False):
-            return  # the caller was interrupted before this began
-        saving, handle = self._saving, self.handle
-        outcome: SaveResult | BaseException | None
-        self._may_write.wait()
-        try:
-            with inside:
-                planner = StagedPlanner(self._taken, saving.planner.features)
-                result = saving.complete(
-                    self._plan, planner, self._is_cancelled, self._arrived.result
-                )
-                assert result is not None
-                outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
-                self._compare(outcome, getattr(saving.writer, "content", ""))
-        except SaveCancelled:
-            outcome = None
-            log.info("the save of %s was cancelled", saving.checkpoint_id)
-        except BaseException as error:
-            outcome = error
-            log.error(
-                "the save of %s in the background failed", saving.checkpoint_id, exc_info=error
-            )
-            _clear_frames(error)  # they hold parts of the arena, and a handle may be kept for long
-        self._taken.fail(RuntimeError("the save has ended"))
-        handle.end(outcome)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 class _Several(weakref.WeakSet[Background]):

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One save in the background, from the snapshot on: its threads, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import replace
+
+from shardkeep.arrays import Staging
+from shardkeep.engine.snapshot import Snapshot, StagedPlanner
+from shardkeep.errors import PlanError
+from shardkeep.handles import SaveHandle
+from shardkeep.holding import StalePlan
+from shardkeep.planner import SavePlan
+from shardkeep.saving import SaveCancelled, SaveResult, Saving
+from shardkeep.taking import Steps
+
+__all__ = ["Run"]
+
+log = logging.getLogger("shardkeep")
+
+
+class Run:
+    """One save, from the snapshot on."""
+
+    def __init__(
+        self,
+        saving: Saving,
+        plan: SavePlan,
+        taken: Snapshot,
+        steps: Steps,
+        staging: Staging | None,
+        compare: Callable[[SaveResult, str], None],
+        begun: float,
+    ) -> None:
+        self.handle = SaveHandle(saving.checkpoint_id)
+        self._saving = saving
+        self._plan = plan
+        self._taken = taken
+        self._steps = steps
+        self._staging = staging
+        self._compare = compare
+        self._begun = begun
+        self._stall_s = 0.0
+        self._is_committing = False
+        self._stager: threading.Thread | None = None
+        self._arrived: Future[None] = Future()
+        """Done once everything is in the arena, as it was."""
+        self._may_write = threading.Event()
+        self._claim = threading.Lock()
+        """Taken, for good, by the thread that ends the save."""
+        if not steps.alone:
+            self._may_write.set()
+
+    def begin(self, inside: contextlib.ExitStack) -> None:
+        """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
+
+        An interrupt is raised here, and ends the save.
+        """
+        self._stop_when_cancelled(inside)
+        writing = threading.Thread(
+            target=self._write, args=(inside,), name="shardkeep-save", daemon=True
+        )
+        try:
+            writing.start()
+            self._take()
+        except BaseException as error:
+            self._fail(error)
+            started = not self._claim.acquire(blocking=False)
+            if not started or not isinstance(error, Exception):
+                self.handle.mark_seen()  # it is raised here
+                if not started:
+                    self.handle.end(error)
+                    with inside, self._saving.aborting():
+                        raise
+                raise
+
+    def _stop_when_cancelled(self, inside: contextlib.ExitStack) -> None:
+        """A cancelled save writes no further unit."""
+        writer = self._saving.writer
+        shown: Callable[[int], None] | None = getattr(writer, "progress", None)
+        if shown is None:
+            return
+
+        def count(nbytes: int) -> None:
+            if self.handle.is_cancelling and not self._is_committing:
+                raise SaveCancelled
+            shown(nbytes)
+
+        writer.progress = count  # type: ignore[attr-defined]
+        inside.callback(setattr, writer, "progress", shown)
+
+    # --- on the caller's thread
+
+    def _take(self) -> None:
+        """Take the snapshot, or what of it cannot wait."""
+        steps, taken = self._steps, self._taken
+        with self._settled():
+            for copying in steps.now:
+                taken.copy(copying)
+            if not steps.later:
+                self._may_write.set()
+        self._stall_s = time.perf_counter() - self._begun
+        if not steps.needs_state:
+            self._saving.release_state()
+        if any(len(copying.units) for copying in steps.later):
+            stager = threading.Thread(target=self._take_rest, name="shardkeep-stage", daemon=True)
+            self._stager = stager
+            stager.start()
+        else:
+            self._complete()
+        if not steps.needs_state:
+            self._tell_staged()
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """On leaving, also by an error, no device copies anything any more that was begun inside:
+        the arena may be used by the next save then."""
+        try:
+            yield
+        finally:
+            if self._staging is not None:
+                self._staging.fence()()
+
+    def _tell_staged(self) -> None:
+        """The state may change, or go: nothing of it is kept here."""
+        with contextlib.suppress(InvalidStateError):  # the save has ended already
+            self.handle.staged.set_result(None)
+
+    def _complete(self) -> None:
+        """Everything is in the arena."""
+        self._steps = Steps([], [], False, lambda: None, lambda: ())
+        self._arrived.set_result(None)
+        self._may_write.set()
+
+    def _fail(self, error: BaseException) -> None:
+        if isinstance(error, StalePlan):
+            error = PlanError(
+                "an array got another shape, type or place before the snapshot was complete; with "
+                'snapshot="lazy", nothing but values may change before handle.wait_staged()'
+            )
+        self._taken.fail(error)
+        self._steps = Steps([], [], False, lambda: None, lambda: ())
+        self._saving.release_state()
+        for future in (self._arrived, self.handle.staged):
+            with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
+                future.set_exception(error)
+        self._may_write.set()
+
+    def join(self) -> None:
+        """Until nothing copies into the arena any more."""
+        stager = self._stager
+        if stager is not None and stager.ident is not None:
+            stager.join()
+
+    # --- behind it
+
+    def _take_rest(self) -> None:
+        try:
+            if self._staging is not None:
+                self._staging.be_quiet()
+            with self._settled():
+                self._steps.follow()
+                for copying in self._steps.later:
+                    self._taken.copy(copying)
+                self._may_write.set()
+                self._taken.wait()
+            changed = self._steps.changed()
+            if changed:
+                raise PlanError(
+                    f"{_few(changed)} changed before the snapshot was complete; with "
+                    'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
+                    "next step, or handle.wait_staged()"
+                )
+            self._saving.release_state()
+            self._complete()
+            self._tell_staged()
+        except BaseException as error:
+            self._fail(error)
+
+    def _is_cancelled(self) -> bool:
+        """Asked once, when all is written; what comes later comes too late."""
+        cancelled = self.handle.is_cancelling
+        self._is_committing = not cancelled
+        return cancelled
+
+    def _write(self, inside: contextlib.ExitStack) -> None:
+        if not self._claim.acquire(blocking=False):
+            return  # the caller was interrupted before this began
+        saving, handle = self._saving, self.handle
+        outcome: SaveResult | BaseException | None
+        self._may_write.wait()
+        try:
+            with inside:
+                planner = StagedPlanner(self._taken, saving.planner.features)
+                result = saving.complete(
+                    self._plan, planner, self._is_cancelled, self._arrived.result
+                )
+                assert result is not None
+                outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
+                self._compare(outcome, getattr(saving.writer, "content", ""))
+        except SaveCancelled:
+            outcome = None
+            log.info("the save of %s was cancelled", saving.checkpoint_id)
+        except BaseException as error:
+            outcome = error
+            log.error(
+                "the save of %s in the background failed", saving.checkpoint_id, exc_info=error
+            )
+            _clear_frames(error)  # they hold parts of the arena, and a handle may be kept for long
+        self._taken.fail(RuntimeError("the save has ended"))
+        handle.end(outcome)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a snapshot is taken: what is copied before the caller goes on, and what after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from shardkeep.arrays import StagedSource, Staging
+from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.engine.snapshot import Copying, Mask, Snapshot
+from shardkeep.planner import SavePlanner
+
+__all__ = ["SnapshotKind", "Steps", "plan_steps"]
+
+SnapshotKind: TypeAlias = Literal["eager", "lazy"]
+
+
+@dataclass(eq=False)
+class Steps:
+    """How a snapshot is taken."""
+
+    now: list[Copying]
+    """Copied before the caller goes on."""
+    later: list[Copying]
+    """Copied while the caller goes on."""
+    alone: bool
+    """Whether nothing is written before all copies are begun: to ask a device for them takes many
+    turns at the interpreter, and a few to write."""
+    follow: Callable[[], None]
+    """Has what another thread copies come after what the caller had asked of a device."""
+    changed: Callable[[], Sequence[str]]
+    """Names of what was copied late and is not what it was; asked once all is there."""
+    needs_state: bool = False
+    """Whether what is copied later is read from the caller's arrays."""
+
+
+def plan_steps(
+    taken: Snapshot, staging: Staging | None, kind: SnapshotKind, planner: SavePlanner
+) -> Steps:
+    """For all chunks of a snapshot, of which nothing is copied yet."""
+    held = taken.held
+    deferred = np.zeros(len(held.rows), np.bool_)
+    steps = Steps([], [], False, lambda: None, lambda: ())
+    if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
+        deferred, steps.changed = planner.deferrable(held.items, held.rows)
+    if staging is None:
+        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
+        steps.needs_state = bool(deferred.any())
+        return steps
+    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
+        return steps
+    steps.alone = True
+    steps.now.append(taken.expect(~deferred, staging))
+    if deferred.any():
+        steps.later.append(taken.expect(deferred, staging))
+        steps.follow = staging.here()
+        steps.needs_state = True
+    return steps
+
+
+def _host_steps(taken: Snapshot, which: Mask) -> list[Copying]:
+    """Chunks in host memory, which stand still: most are found by their addresses alone."""
+    quick, left = taken.expect_memory(which)
+    return [quick, taken.expect(left)]
+
+
+def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) -> bool:
+    """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
+
+    False if it has no room for that.
+    """
+    sources = taken.held.sources(np.ones(len(deferred), np.bool_))
+    on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
+    doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
+    if doubles is None:
+        return False
+    steps.now.extend(_host_steps(taken, ~on_device & ~deferred))
+    steps.later.append(taken.expect(on_device, staging, doubles))
+    steps.later.append(taken.expect(~on_device & deferred))
+    steps.needs_state = bool((~on_device & deferred).any())
+    if not steps.needs_state:
+        steps.changed = lambda: ()
+    return True
