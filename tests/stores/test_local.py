@@ -3,7 +3,9 @@
 import errno
 import os
 import stat
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
@@ -430,3 +432,20 @@ def test_storage_errors_leave_ours_alone():
         with storage_errors("reading x"):
             raise mine
     assert caught.value is mine
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs descriptors of POSIX")
+def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path):
+    code = """
+        import os, sys
+        for number in (0, 1, 2):
+            os.close(number)
+        from shardkeep.stores.local import LocalStore
+        file = LocalStore(sys.argv[1]).create("x")
+        os._exit(file.fd)
+    """
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, timeout=60
+    )
+    assert done.returncode > 2

@@ -24,6 +24,7 @@ from shardkeep.engine.budget import available_memory
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
+from shardkeep.stores.local import above_stdio
 
 __all__ = ["SEGMENT", "Arena", "Borrower", "above_stdio"]
 
@@ -159,21 +160,6 @@ def _unpin(pinned: list[Callable[[], None]], memory: Bytes, owner: int) -> None:
         with contextlib.ExitStack() as all_of_them:
             for unpin in pinned:
                 all_of_them.callback(unpin)
-
-
-def above_stdio(descriptor: int) -> int:
-    """The same under a number that is not of standard input, output or error; closes the old one.
-
-    Programs close those, and whatever opens a file next gets their numbers; what is printed then
-    goes there.
-    """
-    # Not on every system, as shared memory is not.
-    import fcntl
-
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-    finally:
-        os.close(descriptor)
 
 
 def _shared_file() -> int:

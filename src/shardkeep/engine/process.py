@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 
-from shardkeep.engine.arena import Arena, above_stdio
+from shardkeep.engine.arena import Arena
 from shardkeep.engine.frames import (
     Channel,
     Done,
@@ -35,6 +35,7 @@ from shardkeep.engine.frames import (
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.errors import StorageError
 from shardkeep.failures import revive
+from shardkeep.stores.local import above_stdio
 
 __all__ = ["WriterProcess", "can_start"]
 
@@ -50,6 +51,7 @@ _CODE = """\
 import sys
 sys.path[:] = {path!r}
 from shardkeep.engine.serving import serve
+from shardkeep.stores.local import above_stdio
 serve({descriptor}, {program})
 """
 

@@ -25,7 +25,7 @@ from shardkeep.memory import address_of
 from shardkeep.stores.direct import direct_alignment, in_memory, set_direct, start_writeback
 from shardkeep.stores.reading import ReadFile
 
-__all__ = ["LocalStore", "ReadFile", "WriteFile", "storage_errors"]
+__all__ = ["LocalStore", "ReadFile", "WriteFile", "above_stdio", "storage_errors"]
 
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """What syncing a directory that only others can change may answer."""
@@ -156,6 +156,22 @@ def _write_some(fd: int, data: memoryview, offset: int) -> int:
         return os.write(fd, data)
 
 
+def above_stdio(fd: int) -> int:
+    """The same file, under a number that is not of standard input, output or error.
+
+    Programs close those, and whatever is opened next gets their numbers: what is printed then would
+    go there.
+    """
+    if fd > 2 or sys.platform == "win32":
+        return fd
+    import fcntl
+
+    try:
+        return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(fd)
+
+
 def fallocate(fd: int, nbytes: int) -> None:
     """The system call itself: the library's `posix_fallocate` writes zeros where it is lacking."""
     if sys.platform != "linux":
@@ -244,7 +260,7 @@ class LocalStore:
         """Create a file that must not exist; permissions follow the umask."""
         path = self._path(name)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN_FLAGS
-        return WriteFile(os.open(path, flags, 0o666), path)
+        return WriteFile(above_stdio(os.open(path, flags, 0o666)), path)
 
     def open(self, name: str) -> ReadFile:
         """Open a regular file for reading; a link is not followed."""
