@@ -328,7 +328,7 @@ def test_overwrite_by_two_ranks(tmp_path, scratch):
     assert save_by_ranks(saves, 2) == [None, None]
     tally = saves.check(scratch)
     assert len(read_record(LocalStore(saves.path)).files) == 2
-    assert tally["points"] > 300  # how many depends on how the ranks interleave
+    assert tally["points"] > 200  # how many depends on how the ranks interleave
     assert tally["states"] > 40
 
 

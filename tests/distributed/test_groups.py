@@ -387,10 +387,10 @@ def misbehave(rank, how):
 
 
 def test_the_harness_kills_what_hangs_and_shows_where(processes):
-    outcomes = processes.outcomes(2, misbehave, "hang", timeout_s=1.0)
+    outcomes = processes.outcomes(2, misbehave, "hang", timeout_s=1.0, init=False)
     assert outcomes[0].ok
     assert outcomes[1].hung
     assert "misbehave" in outcomes[1].log
-    outcomes = processes.outcomes(2, misbehave, "raise")
+    outcomes = processes.outcomes(2, misbehave, "raise", init=False)
     assert str(outcomes[1].error) == "seen by the parent"
     assert processes.run(3, misbehave, "", init=False) == [0, 1, 2]
