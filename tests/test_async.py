@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from slow_disks import LONG_S, faulty_disk
 
 import shardkeep
 from shardkeep import PlanError, ShardedArray, ThreadRanks
 from shardkeep.engine.snapshot import Snapshot
 
 KINDS = ["<f4", "<f8", "<i8", "<u2", "|u1", "|b1", "<c16", "<f2"]
-LONG_S = 30.0
 
 
 @pytest.fixture
@@ -46,21 +46,11 @@ def staging(monkeypatch):
 
 
 @pytest.fixture
-def disk(monkeypatch):
-    """Data files are written once this is set."""
-    from shardkeep.stores.local import WriteFile
-
-    go = threading.Event()
-    real = WriteFile.write_at
-
-    def write_late(self, data, offset):
-        if self.path.parent.name == "data":
-            assert go.wait(LONG_S)
-        return real(self, data, offset)
-
-    monkeypatch.setattr(WriteFile, "write_at", write_late)
-    yield go
-    go.set()
+def disk():
+    """Data files are written once it is released."""
+    with faulty_disk() as disk:
+        disk.hold()
+        yield disk
 
 
 def is_equal(one, two):
@@ -214,7 +204,7 @@ def test_the_state_may_go_while_it_is_written(tmp_path, keeper, disk):
     gc.collect()
     assert not handle.done()
     assert alive() is None
-    disk.set()
+    disk.release()
     handle.result(LONG_S)
     assert shardkeep.open(tmp_path / "a")["w"][-1] == 99_999
 
@@ -617,9 +607,9 @@ def test_two_checkpointers_over_one_foreign_coordinator(tmp_path):
 def test_other_calls_go_on_beside_a_save(tmp_path, disk):
     other = tmp_path / "other"
     with shardkeep.Checkpointer() as first, shardkeep.Checkpointer() as second:
-        disk.set()
+        disk.release()
         first.save({"a": np.ones(5)}, other)
-        disk.clear()
+        disk.hold()
         handle = first.async_save({"a": np.arange(5.0)}, tmp_path / "a")
         target = {"a": np.zeros(5)}
         first.load(target, other)
@@ -629,7 +619,7 @@ def test_other_calls_go_on_beside_a_save(tmp_path, disk):
         also = second.async_save({"b": np.arange(6.0)}, tmp_path / "b")
         assert not handle.done()
         assert not also.done()
-        disk.set()
+        disk.release()
         first.save({"c": np.arange(7.0)}, tmp_path / "c")
         handle.result(LONG_S)
         also.result(LONG_S)
@@ -640,7 +630,7 @@ def test_other_calls_go_on_beside_a_save(tmp_path, disk):
 def test_flush_waits_for_the_saves_of_every_checkpointer(tmp_path, disk):
     keeper = shardkeep.Checkpointer()
     handle = keeper.async_save({"a": np.ones(5)}, tmp_path / "a")
-    threading.Timer(0.2, disk.set).start()
+    threading.Timer(0.2, disk.release).start()
     shardkeep.flush()
     assert handle.done()
     keeper.async_save({"a": np.ones(5)}, tmp_path / "b").result(LONG_S)

@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 import numpy as np
 import pytest
 import torch
+from slow_disks import LONG_S, faulty_disk
 
 import shardkeep
 from shardkeep import DefaultSavePlanner, NativeWriter, PlanError
@@ -16,23 +17,13 @@ from shardkeep.behind import Run
 from shardkeep.engine.snapshot import Snapshot
 from shardkeep.stores.local import WriteFile
 
-LONG_S = 30.0
-
 
 @pytest.fixture
-def disk(monkeypatch):
-    """Data files are written once this is set."""
-    go = threading.Event()
-    real = WriteFile.write_at
-
-    def write_late(self, data, offset):
-        if self.path.parent.name == "data":
-            assert go.wait(LONG_S)
-        return real(self, data, offset)
-
-    monkeypatch.setattr(WriteFile, "write_at", write_late)
-    yield go
-    go.set()
+def disk():
+    """Data files are written once it is released."""
+    with faulty_disk() as disk:
+        disk.hold()
+        yield disk
 
 
 def test_threads_that_save_at_the_same_time_get_what_they_asked_for(tmp_path):
@@ -65,7 +56,7 @@ def test_what_a_save_still_uses_is_not_taken_by_another(tmp_path, disk, keyword)
         handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "a", **{keyword: given})
         with pytest.raises(PlanError, match=f"the {keyword} is still used"):
             keeper.save({"w": np.zeros(9)}, tmp_path / "b", **{keyword: given})
-        disk.set()
+        disk.release()
         handle.result(LONG_S)
         keeper.save({"w": np.zeros(9)}, tmp_path / "b", **{keyword: given})
     assert (shardkeep.open(tmp_path / "a")["w"][...] == 1).all()
@@ -194,7 +185,7 @@ def test_a_fork_waits_for_no_save_of_its_parent(tmp_path, disk):
             keeper.close()
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        disk.set()
+        disk.release()
         handle.result(LONG_S)
 
 
@@ -216,7 +207,7 @@ def test_a_cancelled_save_leaves_the_progress_of_its_storage_alone(tmp_path, dis
     with shardkeep.Checkpointer() as keeper:
         handle = keeper.async_save({"w": np.ones(9)}, tmp_path / "a", storage_writer=writer)
         handle.cancel()
-        disk.set()
+        disk.release()
         with pytest.raises(CancelledError):
             handle.result(LONG_S)
         keeper.save({"w": np.ones(9)}, tmp_path / "a", storage_writer=writer)
@@ -225,7 +216,7 @@ def test_a_cancelled_save_leaves_the_progress_of_its_storage_alone(tmp_path, dis
 
 
 def test_a_checkpointer_used_again_after_a_flush_is_flushed_again(tmp_path, disk):
-    disk.set()
+    disk.release()
     with shardkeep.Checkpointer() as keeper:
         keeper.async_save({"w": np.ones(9)}, tmp_path / "a").result(LONG_S)
         shardkeep.flush()
@@ -237,7 +228,7 @@ def test_a_checkpointer_used_again_after_a_flush_is_flushed_again(tmp_path, disk
 def test_the_stall_holds_the_wait_for_the_save_before(tmp_path, disk):
     with shardkeep.Checkpointer() as keeper:
         keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
-        threading.Timer(0.5, disk.set).start()
+        threading.Timer(0.5, disk.release).start()
         result = keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
     assert result.stats["stall_s"] > 0.4
 

@@ -82,10 +82,13 @@ class Background:
         """Digest of all tensors of the last save, and where it went; on the coordinator."""
         self._group_memory = group.memory
 
-    def _register(self) -> None:
-        """To be waited for when the group is let go of, and when the program ends."""
+    def _begin(self) -> None:
+        """Wait until nothing uses the arena; and be waited for when the group is let go of, and
+        when the program ends."""
         self._group_memory.setdefault(OF_GROUP, _Several()).add(self)
         _alive.add(self)
+        if self._run is not None:
+            self._run.join()
 
     # --- between saves
 
@@ -145,9 +148,7 @@ class Background:
 
     def prewarm(self, state: object, planner: SavePlanner, writer: StorageWriter) -> None:
         """Plan for such a state, and make the arena ready for it; on all ranks."""
-        self._register()
-        if self._run is not None:
-            self._run.join()
+        self._begin()
         coordinator = self.coordinator
         memory = coordinator.memory.setdefault("plan", PlanMemory())
         planning = Planning(state, writer, planner, coordinator, memory)
@@ -171,10 +172,8 @@ class Background:
         `inside` is what the save is inside of, the coordinator's call above all; it is left at the
         end of the save, or here if there is an error. `begun` is when the caller began to wait.
         """
-        self._register()
         with inside:
-            if self._run is not None:
-                self._run.join()
+            self._begin()
             saving.follow_devices(inside)
             plan, held = self._plan(saving)
             self._lend_process(saving.writer, inside)

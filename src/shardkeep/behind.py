@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from shardkeep.holding import StalePlan
 from shardkeep.planner import SavePlan
 from shardkeep.saving import SaveCancelled, SaveResult, Saving
 from shardkeep.taking import Steps
+from shardkeep.wording import names_text
 
 __all__ = ["Run"]
 
@@ -135,7 +136,7 @@ class Run:
 
     def _complete(self) -> None:
         """Everything is in the arena."""
-        self._steps = Steps([], [], False, lambda: None, lambda: ())
+        self._steps = Steps()
         self._arrived.set_result(None)
         self._may_write.set()
 
@@ -146,7 +147,7 @@ class Run:
                 'snapshot="lazy", nothing but values may change before handle.wait_staged()'
             )
         self._taken.fail(error)
-        self._steps = Steps([], [], False, lambda: None, lambda: ())
+        self._steps = Steps()
         self._saving.release_state()
         for future in (self._arrived, self.handle.staged):
             with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
@@ -174,7 +175,7 @@ class Run:
             changed = self._steps.changed()
             if changed:
                 raise PlanError(
-                    f"{_few(changed)} changed before the snapshot was complete; with "
+                    f"{names_text(changed)} changed before the snapshot was complete; with "
                     'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
                     "next step, or handle.wait_staged()"
                 )
@@ -224,7 +225,3 @@ def _clear_frames(error: BaseException | None) -> None:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -519,11 +519,12 @@ def async_save(
 
 def _default_keeper(coordinator: Coordinator, writer: WriterKind) -> Checkpointer:
     """The one that module functions share; it is closed with the group."""
-    keeper: Checkpointer | None = coordinator.memory.get(f"keeper/{writer}")
-    if keeper is None:
-        keeper = Checkpointer(process_group=coordinator, writer=writer)
-        coordinator.memory[f"keeper/{writer}"] = keeper
-    return keeper
+    with _looking:
+        keeper: Checkpointer | None = coordinator.memory.get(f"keeper/{writer}")
+        if keeper is None:
+            keeper = Checkpointer(process_group=coordinator, writer=writer)
+            coordinator.memory[f"keeper/{writer}"] = keeper
+        return keeper
 
 
 def load(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -23,16 +23,16 @@ SnapshotKind: TypeAlias = Literal["eager", "lazy"]
 class Steps:
     """How a snapshot is taken."""
 
-    now: list[Copying]
+    now: list[Copying] = field(default_factory=list)
     """Copied before the caller goes on."""
-    later: list[Copying]
+    later: list[Copying] = field(default_factory=list)
     """Copied while the caller goes on."""
-    alone: bool
+    alone: bool = False
     """Whether nothing is written before all copies are begun: to ask a device for them takes many
     turns at the interpreter, and a few to write."""
-    follow: Callable[[], None]
+    follow: Callable[[], None] = lambda: None
     """Has what another thread copies come after what the caller had asked of a device."""
-    changed: Callable[[], Sequence[str]]
+    changed: Callable[[], Sequence[str]] = tuple
     """Names of what was copied late and is not what it was; asked once all is there."""
     needs_state: bool = False
     """Whether what is copied later is read from the caller's arrays."""
@@ -44,7 +44,7 @@ def plan_steps(
     """For all chunks of a snapshot, of which nothing is copied yet."""
     held = taken.held
     deferred = np.zeros(len(held.rows), np.bool_)
-    steps = Steps([], [], False, lambda: None, lambda: ())
+    steps = Steps()
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
@@ -73,7 +73,7 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) 
 
     False if it has no room for that.
     """
-    sources = taken.held.sources(np.ones(len(deferred), np.bool_))
+    sources = taken.held.planner.sources(taken.held.items, taken.held.rows)
     on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
     doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
     if doubles is None:
@@ -83,5 +83,5 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) 
     steps.later.append(taken.expect(~on_device & deferred))
     steps.needs_state = bool((~on_device & deferred).any())
     if not steps.needs_state:
-        steps.changed = lambda: ()
+        steps.changed = tuple
     return True

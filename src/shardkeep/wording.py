@@ -5,10 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["SHOWN", "faults_text", "ranks_text"]
+__all__ = ["SHOWN", "faults_text", "names_text", "ranks_text"]
 
 SHOWN = 8
 """How many names or ranks an error lists."""
+
+
+def names_text(names: Sequence[str]) -> str:
+    """The first of them.
+
+    >>> names_text(["a", "b"])
+    'a, b'
+    """
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -18,8 +28,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     'ranks 1, 3'
     """
     shown = sorted({int(rank) for rank in ranks})
-    more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    return ("ranks " if len(shown) > 1 else "rank ") + ", ".join(map(str, shown[:SHOWN])) + more
+    return ("ranks " if len(shown) > 1 else "rank ") + names_text([str(rank) for rank in shown])
 
 
 def faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) -> str:

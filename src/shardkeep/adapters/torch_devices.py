@@ -64,6 +64,10 @@ class PinnedStaging:
             if self._kept and len(self._kept[-1]) == nbytes:
                 return self._kept.pop()
             self._kept.clear()
+        return self._pinned(nbytes)
+
+    def _pinned(self, nbytes: int) -> Bytes:
+        """New memory that is registered for as long as it is there."""
         memory = page_aligned(nbytes)
         # Let go of before the memory is: the array that owns it is the last to go.
         owner = memory if memory.base is None else memory.base
@@ -163,8 +167,7 @@ class PinnedStaging:
     def _next_mark(self) -> Bytes:
         with self._lock:
             if not len(self._marks):
-                self._marks = page_aligned(mmap.PAGESIZE)
-                weakref.finalize(self._marks.base, self.pin(self._marks)).atexit = False
+                self._marks = self._pinned(mmap.PAGESIZE)
             mark, self._marks = self._marks[:1], self._marks[1:]
             return mark
 

@@ -51,7 +51,6 @@ _CODE = """\
 import sys
 sys.path[:] = {path!r}
 from shardkeep.engine.serving import serve
-from shardkeep.stores.local import above_stdio
 serve({descriptor}, {program})
 """
 

@@ -73,10 +73,6 @@ class Held:
     planner: SavePlanner
     """Knows their elements."""
 
-    def sources(self, which: Mask) -> Sequence[Source]:
-        """The elements of some."""
-        return self.planner.sources(self.items, self.rows[which])
-
     def addresses(self) -> Addresses:
         """Where in host memory each lies as it is stored, while the state stands still; or 0."""
         return self.planner.addresses(self.items, self.rows)
