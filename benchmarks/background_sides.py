@@ -177,13 +177,23 @@ class Torch(Way):
 
     def close(self) -> None:
         if self.stager is not None:
-            self.stager.close()
+            self.stager.let_go()
             self.stager = None
 
 
 def _stager(pinned: bool, shared: bool, behind: bool, non_blocking: bool) -> Any:
     staging: Any = import_module("torch.distributed.checkpoint.staging")
-    return staging.DefaultStager(staging.StagingOptions(pinned, shared, behind, non_blocking))
+
+    class Kept(staging.DefaultStager):  # type: ignore[misc]
+        """Some releases of torch close a stager they are given with the first save."""
+
+        def close(self) -> None:
+            pass
+
+        def let_go(self) -> None:
+            super().close()
+
+    return Kept(staging.StagingOptions(pinned, shared, behind, non_blocking))
 
 
 def _lacks_stager() -> str | None:
