@@ -213,6 +213,24 @@ class TorchKept(Torch):
         return _stager(on_device, on_device, False, on_device)
 
 
+class TorchCached(Torch):
+    note = "one FileSystemWriter(cache_staged_state_dict=True) for all saves"
+
+    @classmethod
+    def missing(cls, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "it needs a device"
+
+    def make_stager(self, on_device: bool) -> Any:
+        system: Any = import_module("torch.distributed.checkpoint.filesystem")
+        return system.FileSystemWriter(".", cache_staged_state_dict=True)
+
+    def options(self) -> dict[str, Any]:
+        return {"storage_writer": self.stager}
+
+    def close(self) -> None:
+        self.stager = None
+
+
 class TorchBehind(Torch):
     note = "one DefaultStager with all its options on: staged by a thread, pinned, shared"
     may_change = False
@@ -251,6 +269,7 @@ WAYS: dict[str, type[Way]] = {
     "shardkeep, lazy": OursLazy,
     "torch": Torch,
     "torch, kept": TorchKept,
+    "torch, cached": TorchCached,
     "torch, behind": TorchBehind,
     "torch, process": TorchProcess,
 }

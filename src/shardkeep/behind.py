@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 
 from shardkeep.arrays import Staging
-from shardkeep.engine.snapshot import Snapshot, StagedPlanner
+from shardkeep.engine.snapshot import Copying, Snapshot, StagedPlanner
 from shardkeep.errors import PlanError
 from shardkeep.handles import SaveHandle
 from shardkeep.holding import StalePlan
@@ -56,7 +56,8 @@ class Run:
         self._may_write = threading.Event()
         self._claim = threading.Lock()
         """Taken, for good, by the thread that ends the save."""
-        if not steps.alone:
+        self._before_writing = steps.before_writing
+        if not self._before_writing:
             self._may_write.set()
 
     def begin(self, inside: contextlib.ExitStack) -> None:
@@ -101,12 +102,10 @@ class Run:
 
     def _take(self) -> None:
         """Take the snapshot, or what of it cannot wait."""
-        steps, taken = self._steps, self._taken
+        steps = self._steps
         with self._settled():
             for copying in steps.now:
-                taken.copy(copying)
-            if not steps.later:
-                self._may_write.set()
+                self._copy(copying)
         self._stall_s = time.perf_counter() - self._begun
         if not steps.needs_state:
             self._saving.release_state()
@@ -118,6 +117,12 @@ class Run:
             self._complete()
         if not steps.needs_state:
             self._tell_staged()
+
+    def _copy(self, copying: Copying) -> None:
+        self._taken.copy(copying)
+        self._before_writing -= 1
+        if not self._before_writing:
+            self._may_write.set()
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
@@ -169,8 +174,7 @@ class Run:
             with self._settled():
                 self._steps.follow()
                 for copying in self._steps.later:
-                    self._taken.copy(copying)
-                self._may_write.set()
+                    self._copy(copying)
                 self._taken.wait()
             changed = self._steps.changed()
             if changed:

@@ -27,9 +27,9 @@ class Steps:
     """Copied before the caller goes on."""
     later: list[Copying] = field(default_factory=list)
     """Copied while the caller goes on."""
-    alone: bool = False
-    """Whether nothing is written before all copies are begun: to ask a device for them takes many
-    turns at the interpreter, and a few to write."""
+    before_writing: int = 0
+    """How many of these copies come before anything is written. Those of a device are begun by many
+    turns at the interpreter; and writers take a share of the memory's rate from what is copied."""
     follow: Callable[[], None] = lambda: None
     """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]] = tuple
@@ -48,17 +48,20 @@ def plan_steps(
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
+        quick, *left = _host_steps(taken, ~deferred)
+        halves = quick.halves()
+        steps.now, steps.later = [*halves, *left], [taken.expect(deferred)]
+        steps.before_writing = len(halves) - 1
         steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
         return steps
-    steps.alone = True
     steps.now.append(taken.expect(~deferred, staging))
     if deferred.any():
         steps.later.append(taken.expect(deferred, staging))
         steps.follow = staging.here()
         steps.needs_state = True
+    steps.before_writing = len(steps.now) + len(steps.later)
     return steps
 
 

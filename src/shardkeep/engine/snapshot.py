@@ -35,7 +35,7 @@ from shardkeep.planner import (
     WriteItems,
 )
 
-__all__ = ["Held", "Mask", "Snapshot", "StagedPlanner", "hold"]
+__all__ = ["Copying", "Held", "Mask", "Snapshot", "StagedPlanner", "hold"]
 
 HOST_UNIT = 64 << 20
 """Bytes that one thread copies in one go: the C library copies large pieces around the caches, at
@@ -126,6 +126,13 @@ class Copying:
     """The units they lie in."""
     staging: Staging | None
     """How they come from a device."""
+
+    def halves(self) -> list[Copying]:
+        """What is written first, and the rest; or all of it, where it is one unit."""
+        middle = len(self.units) // 2
+        if not middle:
+            return [self]
+        return [replace(self, units=units) for units in (self.units[:middle], self.units[middle:])]
 
 
 class Snapshot:
