@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from slow_disks import LONG_S, faulty_disk
 
 import shardkeep
+import shardkeep.background
 from shardkeep import PlanError, ShardedArray, ThreadRanks
 from shardkeep.engine.snapshot import Snapshot
 
@@ -670,3 +671,26 @@ def test_saves_in_a_row_take_one_copy_of_the_state_and_no_more(tmp_path):
     slack = 24 << 20
     assert max(seen) < size + size // 16 + budget + slack, seen
     assert seen[-1] < seen[1] + slack, seen
+
+
+def test_writing_begins_when_the_copy_is_done_unless_memory_must_be_found_first(
+    tmp_path, keeper, monkeypatch
+):
+    # Memory that is new comes far slower than a disk writes.
+    monkeypatch.setattr("shardkeep.background.HOST_UNIT", 1 << 16)
+    seen = []
+    real = shardkeep.background.plan_steps
+
+    def plan_steps(*given):
+        steps = real(*given)
+        seen.append((steps.before_writing, len(steps.now)))
+        return steps
+
+    monkeypatch.setattr("shardkeep.background.plan_steps", plan_steps)
+    state = {"w": np.arange(1 << 17, dtype="<f4")}
+    for number in range(3):
+        keeper.async_save(state, tmp_path / str(number)).result()
+    assert [before for before, _ in seen] == [0, seen[1][1], seen[2][1]]
+    assert seen[1][1] > 0
+    keeper.async_save({"w": np.arange(1 << 18, dtype="<f4")}, tmp_path / "larger").result()
+    assert seen[3][0] == 0

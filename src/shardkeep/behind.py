@@ -142,6 +142,7 @@ class Run:
     def _complete(self) -> None:
         """Everything is in the arena."""
         self._steps = Steps()
+        self._taken.complete()
         self._arrived.set_result(None)
         self._may_write.set()
 

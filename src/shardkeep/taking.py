@@ -48,10 +48,9 @@ def plan_steps(
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        quick, *left = _host_steps(taken, ~deferred)
-        halves = quick.halves()
-        steps.now, steps.later = [*halves, *left], [taken.expect(deferred)]
-        steps.before_writing = len(halves) - 1
+        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
+        if held.length > taken.unit and taken.is_ready(None):
+            steps.before_writing = len(steps.now)
         steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):

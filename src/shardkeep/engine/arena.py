@@ -131,6 +131,10 @@ class Arena:
                     self._touched = high
                 self._pinned.append(staging.pin(self.memory[low:high]))
 
+    def note_filled(self, nbytes: int) -> None:
+        """The first bytes have been written to, and so touched."""
+        self._touched = max(self._touched, nbytes)
+
     def _unpin(self) -> None:
         unpinning, self._unpinning = self._unpinning, None
         self._pinned, self._staging = [], None

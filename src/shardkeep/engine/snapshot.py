@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A snapshot: what one rank writes, copied into the arena, and written from there as it arrives.
 
-Chunks lie in the arena in the order they are written, so that writing begins with the first unit
-while the next are still copied. Host memory is copied by a few threads; copies from a device are
+Chunks lie in the arena in the order they are written, so that writing can begin with the first
+unit while the next are still copied. Host memory is copied by a few threads; copies from a device are
 begun in order by one thread, and the device itself says of each unit when it is there: whoever
 waits for it asks the device nothing.
 """
@@ -127,13 +127,6 @@ class Copying:
     staging: Staging | None
     """How they come from a device."""
 
-    def halves(self) -> list[Copying]:
-        """What is written first, and the rest; or all of it, where it is one unit."""
-        middle = len(self.units) // 2
-        if not middle:
-            return [self]
-        return [replace(self, units=units) for units in (self.units[:middle], self.units[middle:])]
-
 
 class Snapshot:
     """Chunks on their way into the arena, and there."""
@@ -157,8 +150,8 @@ class Snapshot:
         """What they come into."""
         return self.arena.memory
 
-    def is_ready(self, staging: Staging) -> bool:
-        """Whether a device can copy to all of the arena that is used."""
+    def is_ready(self, staging: Staging | None) -> bool:
+        """Whether all of the arena that is used can be copied to as fast as memory goes."""
         return self.arena.is_ready(self.held.length, staging)
 
     # --- copying
@@ -209,6 +202,10 @@ class Snapshot:
             self._make_ready(min((number + 1) * unit, length), copying.staging)
             fill(number)
             self._came(number, copying.staging.arrival())
+
+    def complete(self) -> None:
+        """All chunks are there."""
+        self.arena.note_filled(self.held.length)
 
     def _make_ready(self, nbytes: int, staging: Staging) -> None:
         if not self.arena.is_ready(nbytes, staging):
