@@ -2,8 +2,8 @@
 """A snapshot: what one rank writes, copied into the arena, and written from there as it arrives.
 
 Chunks lie in the arena in the order they are written, so that writing can begin with the first
-unit while the next are still copied. Host memory is copied by a few threads; copies from a device are
-begun in order by one thread, and the device itself says of each unit when it is there: whoever
+unit while the next are still copied. Host memory is copied by a few threads; copies from a device
+are begun in order by one thread, and the device itself says of each unit when it is there: whoever
 waits for it asks the device nothing.
 """
 
