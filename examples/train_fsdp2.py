@@ -134,7 +134,7 @@ class Job:
             "optimizer": optimizer,
             "step": self.step,
             "batches": self.batches.get_state(),
-            "rng": shardkeep.PerRank(torch.get_rng_state()),
+            "rng": shardkeep.torch.rng_state(),  # goes on; on other ranks, seeded anew
         }
 
     def save(self, checkpoint: Path) -> None:
@@ -142,9 +142,6 @@ class Job:
 
     def load(self, checkpoint: Path) -> None:
         state = self.state()
-        with shardkeep.open(checkpoint) as saved:
-            if len(saved["rng"]) != dist.get_world_size():
-                del state["rng"]  # each rank's own; there is none for other ranks
         shardkeep.load(state, checkpoint)
         set_state_dict(
             self.model,
@@ -154,8 +151,6 @@ class Job:
         )
         self.step = state["step"]
         self.batches.set_state(state["batches"])
-        if "rng" in state:
-            torch.set_rng_state(state["rng"].value)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

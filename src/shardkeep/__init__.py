@@ -49,6 +49,7 @@ _HOMES = {
         "TensorProperties",
         "TensorStorageMetadata",
     ),
+    "per_rank": ("PerRank",),
     "planner": (
         "LoadPlan",
         "LoadPlanner",
@@ -71,11 +72,11 @@ _HOMES = {
         "ShardedTensorMetadata",
     ),
     "storage": ("StorageReader", "StorageWriter", "WriteResult"),
-    "tree": ("PerRank", "Stateful"),
+    "tree": ("Stateful",),
 }
 
-_PACKAGES = ("torch",)
-"""Parts of the package that need something installed: `shardkeep.torch.guard`."""
+_PACKAGES = ("resizing", "rng", "torch")
+"""Parts of the package whose names are told by theirs: `shardkeep.torch.guard`."""
 
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -203,6 +204,7 @@ if TYPE_CHECKING:
         TensorProperties,
         TensorStorageMetadata,
     )
+    from shardkeep.per_rank import PerRank
     from shardkeep.planner import (
         LoadPlan,
         LoadPlanner,
@@ -225,4 +227,4 @@ if TYPE_CHECKING:
         ShardMetadata,
     )
     from shardkeep.storage import StorageReader, StorageWriter, WriteResult
-    from shardkeep.tree import PerRank, Stateful
+    from shardkeep.tree import Stateful

@@ -3,21 +3,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardkeep import tree, values
 from shardkeep.arrays import HostPlaces, Sink, settle_all
 from shardkeep.dtypes import Cast, DType, can_cast
 from shardkeep.errors import MismatchError
 from shardkeep.metadata import Metadata
+from shardkeep.placing import Placing
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
+from shardkeep.rank_matching import match_per_rank
 from shardkeep.reads import plan_reads
 from shardkeep.structure import TENSOR, Structure, dotted, key_identity, key_text
 from shardkeep.tables import StateColumns
 from shardkeep.targets import Filling, Targets
+
+if TYPE_CHECKING:
+    from shardkeep.per_rank import PerRank
+    from shardkeep.storage import StorageReader
 
 __all__ = ["DefaultLoadPlanner", "mismatch_error"]
 
@@ -56,7 +62,9 @@ class DefaultLoadPlanner(LoadPlanner):
         self._state = state_dict
         self._metadata = metadata
         self._place = place
-        self._flat = tree.flatten(state_dict, rank=place.rank, world_size=place.world_size)
+        self._flat = tree.flatten(
+            state_dict, rank=place.rank, world_size=place.world_size, keep_whole=True
+        )
         stored = metadata.state_dict_metadata
         if not isinstance(stored, StateColumns):
             raise TypeError("the default load planner needs metadata over columns")
@@ -72,10 +80,18 @@ class DefaultLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """What this rank wants; what does not fit is noted, and refused by the global plan."""
         names = self._stored_names()
-        mismatched = self._per_rank_faults()
+        ranks = self._ranks = match_per_rank(
+            self._flat,
+            self._metadata,
+            self._place,
+            self._asked,
+            self._is_optional,
+            self.allow_pickle,
+        )
+        mismatched = dict(ranks.mismatched)
         row_of, others = self._stored.tensors.row_of, self._stored.values_table.row_of
         asked = names if self.keys is None else [name for name in names if self._asked(name)]
-        wanted = frozenset(asked)
+        wanted = frozenset(asked).difference([names[number] for number in ranks.settled])
         leaves, rows, value_dest = [], [], []
         every = zip(names, map(row_of.get, names), self._flat.adapters, strict=True)
         for number, (name, row, adapter) in enumerate(every):
@@ -98,10 +114,15 @@ class DefaultLoadPlanner(LoadPlanner):
             plan_reads(
                 self._stored, self._filling.names, self._filling.boxes, value_names, value_dest
             ),
-            wanted=wanted,
+            wanted=wanted | ranks.missing,
             containers=frozenset(_top_containers(self._flat.structure)),
             mismatched=mismatched,
+            whole=frozenset(ranks.whole),
+            kept=ranks.kept,
         )
+
+    def _is_optional(self, name: str) -> bool:
+        return any(fnmatchcase(name, glob) for glob in self.optional)
 
     def _match(self, names: list[str], leaves: list[int], rows: list[int]) -> dict[str, str]:
         """Find out what there is to fill of leaves stored in these rows, and what does not fit."""
@@ -154,52 +175,33 @@ class DefaultLoadPlanner(LoadPlanner):
             for exact, name, path in zip(found, own, here.paths, strict=True)
         ]
 
-    def _per_rank_faults(self) -> dict[str, str]:
-        structure, here = self._metadata.planner_data, self._flat.structure
-        if structure is None or structure is here:
-            return {}
-        mine = _per_rank_worlds(here.root, ())
-        saved = dict(_per_rank_worlds(structure.root, ()) if mine else ())
-        faults = {}
-        for path, world in mine:
-            inside = (
-                n for n, p in zip(here.names, here.paths, strict=True) if p[: len(path)] == path
-            )
-            if (
-                path in saved
-                and saved[path] != world
-                and any(map(self._asked, [dotted(path), *inside]))
-            ):
-                faults[dotted(path)] = (
-                    f"saved per rank by {saved[path]} ranks, loading on {world}; leave it out with "
-                    "keys=..., or load it with shardkeep.open"
-                )
-        return faults
-
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         """Strictness over the union of all ranks: one error that lists everything."""
         wanted = frozenset().union(*(plan.wanted for plan in global_plan))
         containers = frozenset().union(*(plan.containers for plan in global_plan))
         mismatched: dict[str, str] = {}
+        kept: dict[str, tuple[int, int]] = {}
         for plan in global_plan:
             mismatched |= plan.mismatched
+            kept |= plan.kept
+        whole = self._names_in(frozenset().union(*(plan.whole for plan in global_plan)))
+        left = self._names_in(kept.values())
         tensors, others = self._stored.tensors.row_of, self._stored.values_table.row_of
         absent = sorted(wanted - tensors.keys() - others.keys() - mismatched.keys())
         per_rank = tuple(f"{name}." for name in mismatched)
         missing = [
             n
             for n in absent
-            if not any(fnmatchcase(n, glob) for glob in self.optional)
-            and not (per_rank and n.startswith(per_rank))
+            if not self._is_optional(n) and not (per_rank and n.startswith(per_rank))
         ]
         missing += [
             glob
             for glob in self.keys or ()
-            if not any(fnmatchcase(name, glob) for name in wanted)  # a slip, not a request
-        ]
-        unexpected, skipped = self._unasked(wanted, containers, per_rank)
+            if not any(fnmatchcase(name, glob) for name in wanted | whole | left | kept.keys())
+        ]  # a slip, not a request
+        unexpected, skipped = self._unasked(wanted | whole, left, containers, per_rank)
         self.missing, self.unexpected, self.skipped = (
-            tuple(absent),
+            tuple(sorted([*absent, *kept])),
             tuple(unexpected),
             tuple(skipped),
         )
@@ -209,8 +211,19 @@ class DefaultLoadPlanner(LoadPlanner):
             )
         return global_plan
 
+    def _names_in(self, leaves: Iterable[tuple[int, int]]) -> frozenset[str]:
+        """Stored names, by ranges of their numbers."""
+        structure = self._metadata.planner_data
+        if structure is None:
+            return frozenset()
+        return frozenset(name for a, b in leaves for name in structure.names[a:b])
+
     def _unasked(
-        self, wanted: frozenset[str], containers: frozenset[str], per_rank: tuple[str, ...]
+        self,
+        wanted: frozenset[str],
+        left: frozenset[str],
+        containers: frozenset[str],
+        per_rank: tuple[str, ...],
     ) -> tuple[list[str], list[str]]:
         """Stored names that nobody wants: inside what the target has, and elsewhere."""
         unexpected: list[str] = []
@@ -222,7 +235,7 @@ class DefaultLoadPlanner(LoadPlanner):
         for name, top in self._stored_tops():
             if name in wanted or (per_rank and name.startswith(per_rank)):
                 continue
-            asked = top is None or top in tops
+            asked = (top is None or top in tops) and name not in left
             (unexpected if asked and self.keys is None else skipped).append(name)
         return unexpected, skipped
 
@@ -282,12 +295,26 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def release(self) -> None:
         """Let go of the target and of everything made for it; what was missing stays known."""
-        del self._state, self._flat, self._filling, self.results
+        del self._state, self._flat, self._filling, self.results, self._ranks
         del self._metadata, self._stored
+
+    def restore(self, reader: StorageReader) -> int:
+        """Read what is restored as it was stored, and resize it; the target stays as it is.
+
+        Returns the payload bytes that took.
+        """
+        self._ranks.restoring.run(reader)
+        return self._ranks.restoring.nbytes
 
     def fill(self) -> Any:
         """Put what was read into the target; returns the filled tree."""
-        return tree.fill(self._state, self._flat, self.results)
+        placing, restored = Placing(), self._ranks.restoring.values
+        for number, path in (self._flat.whole or {}).items():
+            old = cast("PerRank[Any]", self._flat.values[number]).value
+            self.results[number] = (
+                placing.put(old, restored[number], path) if number in restored else old
+            )
+        return tree.fill(self._state, self._flat, self.results, placing.told)
 
 
 def mismatch_error(
@@ -334,18 +361,3 @@ def _top_containers(structure: Structure) -> list[str]:
         return []
     pairs = zip(root[1], root[2], strict=True)
     return [_split_top(str(key))[0] for key, child in pairs if type(child) is not int]
-
-
-def _per_rank_worlds(node: Any, path: tuple[Any, ...]) -> list[tuple[tuple[Any, ...], int]]:
-    if type(node) is int:
-        return []
-    kind, keys, children, extra = node
-    if kind == "per_rank":
-        return [(path, extra)]
-    inner = range(len(children)) if keys is None else keys
-    return [
-        found
-        for key, child in zip(inner, children, strict=True)
-        if type(child) is not int
-        for found in _per_rank_worlds(child, (*path, key))
-    ]

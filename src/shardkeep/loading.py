@@ -148,10 +148,15 @@ def _fill(
     ready(plan)
     planned = time.perf_counter()
 
-    # Values first, on all ranks: they are small, and may still refuse the load.
-    coordinator.agree("read values", lambda: reader.read_bytes(plan, planner))
     delivered: list[int] = []
     filled: list[object] = []
+
+    def read_values() -> None:
+        reader.read_bytes(plan, planner)
+        delivered.append(planner.restore(reader))
+
+    # Values first, on all ranks: they are small, and may still refuse the load.
+    coordinator.agree("read values", read_values)
     with _undefined_after_errors():
         if read_once and place.world_size > 1 and hasattr(coordinator, "exchange"):
             reader.share_reads(plan, planner, coordinator, read_once)
@@ -163,7 +168,7 @@ def _fill(
         tuple(names.missing),
         tuple(names.unexpected),
         tuple(names.skipped),
-        delivered[0],
+        sum(delivered),
         {},
     )
     return result, (planned, done)

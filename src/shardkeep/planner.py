@@ -240,6 +240,12 @@ class LoadPlan:
     """Top-level containers of this rank's target."""
     mismatched: Mapping[str, str] = field(default_factory=dict)
     """Names whose stored shape, dtype or kind does not fit, and how."""
+    whole: frozenset[tuple[int, int]] = frozenset()
+    """Leaves of the stored structure, from the first to past the last, that are taken as they are:
+    what was saved per rank and has a `resize`."""
+    kept: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Names that keep what the target has, and the stored leaves there: what was saved per rank,
+    by another number of ranks, and is optional."""
 
 
 @dataclass(frozen=True, slots=True)

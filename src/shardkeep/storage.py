@@ -131,6 +131,9 @@ class StorageWriter(ABC):
 class StorageReader(ABC):
     """Called `reset`, `read_metadata`, `set_up_storage_reader`, `prepare_local_plan`,
     `prepare_global_plan` (coordinator), `read_bytes`, `read_data`.
+
+    After `prepare_global_plan`, `prepare_local_plan`, `read_bytes` and `read_data` may be called
+    for further plans, on some ranks only: for what was saved per rank.
     """
 
     stats: Mapping[str, float] = MappingProxyType({})

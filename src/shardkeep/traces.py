@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from shardkeep.arrays import adapter_of
+from shardkeep.per_rank import PerRank
 from shardkeep.structure import DISTINCT_KEYS, TENSOR, VALUE, Node
-from shardkeep.tree import SCALARS, FlatState, PerRank, flatten
+from shardkeep.tree import SCALARS, FlatState, flatten
 
 __all__ = ["Trace"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import is_
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from shardkeep import values
 from shardkeep.arrays import (
@@ -21,6 +21,7 @@ from shardkeep.arrays import (
     any_sets_shard_fields,
 )
 from shardkeep.errors import MismatchError, UnsupportedValueError
+from shardkeep.per_rank import PerRank
 from shardkeep.structure import (
     MAX_DEPTH,
     TENSOR,
@@ -33,9 +34,8 @@ from shardkeep.structure import (
     key_identity,
 )
 
-__all__ = ["FlatState", "PerRank", "Stateful", "fill", "flatten"]
+__all__ = ["FlatState", "Stateful", "Told", "fill", "flatten"]
 
-T = TypeVar("T")
 _TEXT = {str}
 SCALARS = {int, float, str, bool, type(None)}
 """Classes of plain values that need no second look."""
@@ -50,14 +50,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> object:
         """Take back what `state_dict` gave."""
-
-
-@dataclass(frozen=True, slots=True)
-class PerRank(Generic[T]):
-    """A value each rank keeps for itself: never compared, never deduplicated, restored by rank."""
-
-    value: T
-    """Anything a state may hold: a plain value, an array, a container of them."""
 
 
 def is_stateful(value: object) -> bool:
@@ -122,17 +114,24 @@ class FlatState:
     """Leaves that cannot be set on load."""
     states: States = field(default_factory=dict)
     """What each `Stateful` gave, by identity; held, so that no identity is used twice."""
+    whole: dict[int, Path] | None = None
+    """Leaves that are a `PerRank` with `resize`, as they were left, and the path to each."""
 
 
-def flatten(state: object, *, rank: int = 0, world_size: int = 1) -> FlatState:
-    """Take a state apart. `Stateful`s are asked in the order of their names, on this thread."""
-    states = _ask_statefuls(state)
-    walk = _Walk(states, rank, world_size)
+def flatten(
+    state: object, *, rank: int = 0, world_size: int = 1, keep_whole: bool = False
+) -> FlatState:
+    """Take a state apart. `Stateful`s are asked in the order of their names, on this thread.
+
+    With `keep_whole`, a `PerRank` with `resize` is one leaf, and nothing in it is asked.
+    """
+    states = _ask_statefuls(state, keep_whole)
+    walk = _Walk(states, rank, world_size, keep_whole)
     root = walk.node(state, (), 0)
-    return FlatState(Structure(root), walk.values, walk.adapters, walk.fixed, states)
+    return FlatState(Structure(root), walk.values, walk.adapters, walk.fixed, states, walk.whole)
 
 
-def _ask_statefuls(state: object) -> States:
+def _ask_statefuls(state: object, keep_whole: bool) -> States:
     """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective."""
     states: States = {}
     pending: list[object] = [state]
@@ -146,7 +145,7 @@ def _ask_statefuls(state: object) -> States:
             )
         found: dict[int, tuple[str, object]] = {}
         for part in pending:
-            for path, value in _find_statefuls(part, (), 0):
+            for path, value in _find_statefuls(part, (), 0, keep_whole):
                 if id(value) not in states:
                     found.setdefault(id(value), (dotted(path), value))
         pending = []
@@ -173,7 +172,9 @@ def given_state(states: States, value: object, path: Path) -> Mapping[str, Any]:
     return given
 
 
-def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Path, object]]:
+def _find_statefuls(
+    value: object, path: Path, depth: int, keep_whole: bool
+) -> Iterator[tuple[Path, object]]:
     if depth > MAX_DEPTH:
         return
     if type(value) is dict:
@@ -181,17 +182,18 @@ def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Pat
             kind = type(child)
             # Asked here, because most dicts of a state hold arrays only.
             if kind not in SCALARS and adapter_of_type(kind) is None:  # type: ignore[arg-type]
-                yield from _find_statefuls(child, (*path, key), depth + 1)
+                yield from _find_statefuls(child, (*path, key), depth + 1, keep_whole)
     elif adapter_of(value) is not None:
         return
     elif isinstance(value, PerRank):
-        yield from _find_statefuls(value.value, path, depth + 1)
+        if value.resize is None or not keep_whole:
+            yield from _find_statefuls(value.value, path, depth + 1, keep_whole)
     elif is_split_mapping(value):
         for key, child in value.items():  # type: ignore[attr-defined]
-            yield from _find_statefuls(child, (*path, key), depth + 1)
+            yield from _find_statefuls(child, (*path, key), depth + 1, keep_whole)
     elif _is_sequence(value):
         for i, child in enumerate(value):  # type: ignore[arg-type]
-            yield from _find_statefuls(child, (*path, i), depth + 1)
+            yield from _find_statefuls(child, (*path, i), depth + 1, keep_whole)
     elif is_stateful(value):
         yield path, value
 
@@ -199,10 +201,11 @@ def _find_statefuls(value: object, path: Path, depth: int) -> Iterator[tuple[Pat
 class _Walk:
     """One pass over a state, collecting leaves."""
 
-    def __init__(self, states: States, rank: int, world_size: int) -> None:
+    def __init__(self, states: States, rank: int, world_size: int, keep_whole: bool) -> None:
         self.states = states
         self.rank = rank
         self.world_size = world_size
+        self.whole: dict[int, Path] | None = {} if keep_whole else None
         self.values: list[object] = []
         self.adapters: list[ArrayAdapter | None] = []
         self.fixed: set[int] = set()
@@ -220,7 +223,11 @@ class _Walk:
         if adapter is not None:
             return self._array(adapter, value, path, depth)
         if isinstance(value, PerRank):
-            child = self.node(value.value, (*path, self.rank), depth + 1)
+            if value.resize is not None and self.whole is not None:
+                self.whole[len(self.values)] = path
+                child = self._leaf(value, None)
+            else:
+                child = self.node(value.value, (*path, self.rank), depth + 1)
             return ["per_rank", [self.rank], [child], self.world_size]
         if is_split_mapping(value):
             return self._mapping(value, path, depth)  # type: ignore[arg-type]
@@ -323,15 +330,21 @@ def plain_key(key: object, path: Path) -> Key:
 # --- putting a state together again -------------------------------------------------------------
 
 
-def fill(state: object, flat: FlatState, results: Sequence[object]) -> Any:
+Told = tuple[str, Stateful, Mapping[str, Any]]
+"""A `Stateful`, where it is, and what it is told."""
+
+
+def fill(
+    state: object, flat: FlatState, results: Sequence[object], also: Sequence[Told] = ()
+) -> Any:
     """Put `results`, one per leaf of `flat`, into the state they were flattened from.
 
     Mutable containers are changed in place, others rebuilt; `Stateful`s get `load_state_dict` in
-    the order of their names, once everything else is in place.
+    the order of their names, `also` those named there, once everything else is in place.
     """
     filler = _Fill(flat, results)
     out = filler.node(state)
-    for _, stateful, filled in sorted(filler.statefuls, key=lambda item: item[0]):
+    for _, stateful, filled in sorted([*filler.statefuls, *also], key=lambda item: item[0]):
         stateful.load_state_dict(filled)
     return out
 
@@ -341,7 +354,7 @@ class _Fill:
         self.flat = flat
         self.results = results
         self.at = 0
-        self.statefuls: list[tuple[str, Stateful, Mapping[str, Any]]] = []
+        self.statefuls: list[Told] = []
         self._seen: dict[int, tuple[Path, int, int]] = {}
 
     def node(self, value: Any, path: Path = ()) -> Any:
@@ -355,7 +368,8 @@ class _Fill:
             self.at += len(composite.attributes)
             return value
         if isinstance(value, PerRank):
-            return PerRank(self.node(value.value, path))
+            whole = value.resize is not None and self.flat.whole is not None
+            return replace(value, value=self._leaf() if whole else self.node(value.value, path))
         if is_split_mapping(value):
             begun = self.at
             filled_mapping = self._mapping(value, path)

@@ -206,11 +206,19 @@ class _LoadSummary(msgspec.Struct):
     wanted: list[str]
     containers: list[str]
     mismatched: dict[str, str]
+    whole: list[tuple[int, int]]
+    kept: dict[str, tuple[int, int]]
 
 
 def encode_load_plan(plan: LoadPlan) -> bytes:
     """What the coordinator must know of a load plan: the names, and what does not fit."""
-    summary = _LoadSummary(sorted(plan.wanted), sorted(plan.containers), dict(plan.mismatched))
+    summary = _LoadSummary(
+        sorted(plan.wanted),
+        sorted(plan.containers),
+        dict(plan.mismatched),
+        sorted(plan.whole),
+        dict(plan.kept),
+    )
     return msgspec.msgpack.encode(summary)
 
 
@@ -222,4 +230,6 @@ def decode_load_plan(message: bytes) -> LoadPlan:
         wanted=frozenset(summary.wanted),
         containers=frozenset(summary.containers),
         mismatched=summary.mismatched,
+        whole=frozenset(summary.whole),
+        kept=summary.kept,
     )

@@ -14,7 +14,7 @@ A storage that passes works under `shardkeep.save` and `shardkeep.load`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ from shardkeep.metadata import (
     Metadata,
     TensorStorageMetadata,
 )
+from shardkeep.per_rank import PerRank
 from shardkeep.planner import Place, SavePlan, WriteItem
 from shardkeep.saving import SaveResult
 from shardkeep.sharding import ShardedArray
 from shardkeep.storage import StorageReader, StorageWriter, WriteResult
-from shardkeep.tree import PerRank
 
 __all__ = ["StorageTests"]
 
@@ -373,6 +373,27 @@ class StorageTests(ABC):
         for rank, target in enumerate(targets):
             _assert_same(target["stage"], state(rank, rank + 10)["stage"])
             _assert_same(target["rng"].value, {"seed": rank + 10, "at": np.full(2, rank + 10)})
+
+    def test_state_of_its_own_on_other_ranks(self, tmp_path: Path) -> None:
+        """What each rank kept is read by ranks of another number: some of it, or all."""
+        place = self.make_place(tmp_path, "a")
+        own = [{"seed": rank, "at": np.full(2, rank)} for rank in range(3)]
+        results = self.save_ranks(3, lambda rank: {"own": PerRank(own[rank]), "x": 5}, place)
+        assert all(isinstance(r, SaveResult) for r in results), results
+
+        def resize(saved: Sequence[Any], rank: int, world_size: int) -> dict[str, Any]:
+            return {"last": saved[-1], "all": list(saved), "rank": rank, "of": world_size}
+
+        targets: list[dict[str, Any]] = [
+            {"own": PerRank({}, resize=resize), "x": 0} for _ in range(2)
+        ]
+        got = self.load_ranks(targets, place)
+        assert all(isinstance(r, LoadResult) for r in got), got
+        for rank, target in enumerate(targets):
+            got_all = dict(enumerate(target["own"].value.pop("all")))
+            _assert_same(target["own"].value, {"last": own[2], "rank": rank, "of": 2})
+            _assert_same(got_all, dict(enumerate(own)))
+            assert target["x"] == 5
 
     @pytest.mark.parametrize("world", [1, 3])
     def test_in_the_background(self, tmp_path: Path, world: int) -> None:

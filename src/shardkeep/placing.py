@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Putting a value of any form where a target holds another.
+
+What can be changed is changed, so that whoever else holds it sees the new contents: dicts, lists,
+and arrays of the same shape and type. What cannot is replaced in what holds it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+
+from shardkeep import values
+from shardkeep.arrays import adapter_of, region
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.structure import MAX_DEPTH, Path, dotted, key_identity
+from shardkeep.tree import SCALARS, Told, is_split_mapping, is_stateful, plain_key
+
+__all__ = ["Placing", "package_of"]
+
+
+class Placing:
+    """Values put into a target; its `Stateful`s are left to be told."""
+
+    def __init__(self) -> None:
+        """Nothing is put yet."""
+        self.told: list[Told] = []
+        """The `Stateful`s that were met, and what each is to be told."""
+
+    def put(self, old: Any, new: Any, path: Path) -> Any:
+        """What stands in the place of `old` from now on."""
+        if adapter_of(old) is not None:
+            return _fill_array(old, new, dotted(path))
+        if is_split_mapping(old) and isinstance(new, Mapping):
+            return self._mapping(old, new, path)
+        if type(old) is list and type(new) is list:
+            old[:] = [
+                self.put(old[at], item, (*path, at)) if at < len(old) else item
+                for at, item in enumerate(new)
+            ]
+            return old
+        if isinstance(old, tuple) and type(new) is tuple and len(old) == len(new):
+            items = [
+                self.put(a, b, (*path, at)) for at, (a, b) in enumerate(zip(old, new, strict=True))
+            ]
+            make: Any = getattr(type(old), "_make", tuple)
+            return make(items)
+        if is_stateful(old) and isinstance(new, Mapping):
+            self.told.append((dotted(path), old, new))
+            return old
+        return values.like(old, new)
+
+    def _mapping(self, old: Any, new: Mapping[Any, Any], path: Path) -> Any:
+        mine = {_identity(key, path): key for key in old}
+        filled = {}
+        for key, item in new.items():
+            # Its own key, which may be an Enum where its value is stored.
+            own = mine.get(_identity(key, path), key)
+            filled[own] = self.put(old[own], item, (*path, own)) if own in old else item
+        if isinstance(old, MutableMapping):
+            old.clear()
+            old.update(filled)
+            return old
+        return OrderedDict(filled) if isinstance(new, OrderedDict) else filled
+
+
+def _identity(key: Any, path: Path) -> object:
+    try:
+        return key_identity(plain_key(key, path))
+    except UnsupportedValueError:
+        return key
+
+
+def _fill_array(old: Any, new: Any, where: str) -> Any:
+    """Elements into the memory of an array, if it has the same shape and type."""
+    adapter, given = adapter_of(old), adapter_of(new)
+    if adapter is None or given is None or adapter.is_composite(type(old)):
+        return new
+    form = given.form(new, where)
+    if (form.shape, form.dtype) != adapter.signature(old, where):
+        return new
+    block = np.empty(form.shape, form.dtype.bits())
+    if block.size == 0:
+        return old
+    flat = block.reshape(-1).view(np.uint8)
+    given.sources(new, where)[0].read_into(0, block.size, flat)
+    target = adapter.target(old, where, None)
+    for piece in target.pieces:
+        part = block[region(piece.box.offsets, piece.box.sizes)]
+        piece.sink.put((0,) * block.ndim, part, form.dtype)
+    return target.result
+
+
+def package_of(value: Any, depth: int = 0) -> str | None:
+    """The library of the first array in a value, as far as one sees without asking: its package."""
+    if type(value) in SCALARS or depth > MAX_DEPTH:
+        return None
+    if adapter_of(value) is not None:
+        package = type(value).__module__.partition(".")[0]
+        return package if package in ("numpy", "torch") else None
+    if is_stateful(value):
+        homes = {cls.__module__.partition(".")[0] for cls in type(value).__mro__}
+        return "torch" if homes & {"torch", "torchdata"} else None
+    if not isinstance(value, (Mapping, list, tuple)):
+        return None
+    items = value.values() if isinstance(value, Mapping) else value
+    return next((found for one in items if (found := package_of(one, depth + 1))), None)
