@@ -126,12 +126,52 @@ def memory(path, gib):
     assert grown < 300 * 1024, "a full host copy was made"
 
 
+def generators(path):
+    """Go on where they were, also on a device of another number; and are seeded anew by reseed."""
+    own = torch.Generator(DEVICE).manual_seed(3)
+    state = {"rng": shardkeep.torch.rng_state({"own": own})}
+
+    def draw():
+        return torch.rand(4, device=DEVICE).tolist(), torch.rand(4, device=DEVICE, generator=own)
+
+    draw()
+    shardkeep.save(state, path, overwrite=True)
+    expected = draw()
+    torch.cuda.manual_seed_all(9)
+    own.manual_seed(9)
+    shardkeep.load(state, path)
+    got = draw()
+    assert got[0] == expected[0]
+    assert torch.equal(got[1], expected[1])
+    stored = state["rng"].value.state_dict()
+    absent = {"current": 7, "states": stored["cuda"]["states"] * 8}
+    try:
+        shardkeep.torch.RngState({"own": own}).load_state_dict({**stored, "cuda": absent})
+    except shardkeep.MismatchError as error:
+        assert "absent_devices='skip'" in str(error)
+    else:
+        raise AssertionError("states of seven absent devices were left out without a word")
+    skipping = shardkeep.torch.RngState({"own": own}, absent_devices="skip")
+    skipping.load_state_dict({**stored, "cuda": absent})
+    moved = draw()[0]
+    shardkeep.load(state, path)
+    draw()
+    assert moved == draw()[0], "the current device's stream goes to the current device"
+    streams = []
+    for rank in (0, 1, 0):
+        skipping.load_state_dict(shardkeep.rng.reseed([stored], rank, 2))
+        streams.append(draw()[0])
+    assert streams[0] == streams[2] != streams[1]
+    print("generators: ok")
+
+
 def main():
     root = tempfile.mkdtemp(dir="/dev/shm")
     try:
         every_dtype(f"{root}/a")
         layouts(f"{root}/a")
         small_ones(f"{root}/a")
+        generators(f"{root}/a")
         memory(f"{root}/b", 1)
     finally:
         shutil.rmtree(root)
