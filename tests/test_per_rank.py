@@ -357,7 +357,7 @@ def test_a_policy_that_fails_on_one_rank_changes_nothing_on_any(tmp_path):
 def test_a_policy_that_forgets_what_it_makes(tmp_path, made):
     save(2, lambda rank: {"own": PerRank({"n": rank})}, tmp_path)
     target = {"own": PerRank({"n": -1}, resize=lambda v, r, n: made)}
-    assert "which takes a dict" in str(fail([target], tmp_path))
+    assert "where the target has a dict" in str(fail([target], tmp_path))
     assert "returned None" in str(
         fail([{"own": PerRank(3, resize=lambda v, r, n: None)}], tmp_path)
     )
@@ -528,6 +528,30 @@ def test_no_sample_is_lost_or_seen_twice(tmp_path, after):
         assert (fresh[2].inner["order"] == np.arange(3)).all()
     rest = [sample for loader in fresh for sample in loader]
     assert sorted(seen + rest) == list(range(96))
+
+
+def test_an_object_that_would_not_be_told_stops_the_load(tmp_path):
+    def make(rank):
+        return {"own": PerRank({"loader": Loader(rank, 2), "n": rank}), "x": np.ones(2)}
+
+    def target(resize):
+        held = {"loader": Loader(0, 1), "n": -1}
+        return {"own": PerRank(held, resize=resize), "x": np.zeros(2)}
+
+    save(2, make, tmp_path / "a")
+    save(2, lambda rank: {"own": PerRank({"loader": 3}), "x": np.ones(2)}, tmp_path / "b")
+    forgetful = target(lambda v, r, n: {"n": v[0]["n"]})
+    assert "returned no state for loader" in str(fail([forgetful], tmp_path / "a"))
+    assert forgetful["own"].value["n"] == -1
+    assert not forgetful["x"].any()
+    same_size = [target(never), target(never)]
+    assert "has no state for loader" in str(fail(same_size, tmp_path / "b"))
+    direct = {"own": PerRank(Loader(0, 1), resize=lambda v, r, n: 5), "x": np.zeros(2)}
+    assert "returned no state for Loader" in str(fail([direct], tmp_path / "a"))
+    fine = target(resizing.first)
+    fine["own"].value["loader"].seen = 9
+    load([fine], tmp_path / "a")
+    assert fine["own"].value["loader"].seen == 0
 
 
 # --- saved in the background

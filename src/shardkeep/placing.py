@@ -17,9 +17,16 @@ from shardkeep import values
 from shardkeep.arrays import adapter_of, region
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.structure import MAX_DEPTH, Path, dotted, key_identity
-from shardkeep.tree import SCALARS, Told, is_split_mapping, is_stateful, plain_key
+from shardkeep.tree import (
+    SCALARS,
+    Told,
+    find_statefuls,
+    is_split_mapping,
+    is_stateful,
+    plain_key,
+)
 
-__all__ = ["Placing", "package_of"]
+__all__ = ["Placing", "package_of", "untold"]
 
 
 class Placing:
@@ -65,6 +72,28 @@ class Placing:
             old.update(filled)
             return old
         return OrderedDict(filled) if isinstance(new, OrderedDict) else filled
+
+
+def untold(old: Any, new: Any) -> list[str]:
+    """The `Stateful`s in `old` for which `new` has nothing that could be told, by name."""
+    return [
+        dotted(path) or type(stateful).__qualname__
+        for path, stateful in find_statefuls(old)
+        if not isinstance(_follow(new, path), Mapping)
+    ]
+
+
+def _follow(value: Any, path: Path) -> Any:
+    """What is at a path, or None."""
+    for key in path:
+        if isinstance(value, Mapping):
+            found = {_identity(own, path): item for own, item in value.items()}
+            value = found.get(_identity(key, path))
+        elif isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
 
 
 def _identity(key: Any, path: Path) -> object:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -22,12 +22,13 @@ from shardkeep.dtypes import DType
 from shardkeep.errors import CheckpointError, MismatchError
 from shardkeep.metadata import ChunkStorageMetadata, Metadata
 from shardkeep.per_rank import PerRank, Resize
+from shardkeep.placing import untold
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem
 from shardkeep.reads import plan_reads
 from shardkeep.storage import StorageReader
 from shardkeep.structure import Node, Path, Structure, dotted, key_identity
 from shardkeep.tables import StateColumns
-from shardkeep.tree import is_split_mapping, is_stateful
+from shardkeep.tree import is_split_mapping
 
 __all__ = ["Restoring", "SavedRanks", "find_saved_ranks"]
 
@@ -144,16 +145,19 @@ class Restoring:
             return self._read(one, which, reader)
 
         if saved.world_size == place.world_size:
-            return read([saved.ranks.index(place.rank)])[0]
+            own = read([saved.ranks.index(place.rank)])[0]
+            if left := untold(one.target.value, own):
+                raise _mismatch(one, f"what was saved has no state for {', '.join(left)}")
+            return own
         resize, given = one.target.resize, _Values(len(saved.ranks), read)
         assert resize is not None
         try:
             made = resize(given, place.rank, place.world_size)
-            _check_kind(one.target.value, made)
+            _check_made(one.target.value, made)
         except CheckpointError:
             raise  # of reading
         except Exception as error:
-            _refuse(one, resize, place.world_size, error)
+            raise _refused(one, resize, place.world_size, error) from error
         finally:
             given.close()
         return made
@@ -173,28 +177,30 @@ class Restoring:
         return [Structure(saved.nodes[at]).build(lambda _: next(found)) for at in which]
 
 
-def _refuse(one: _Wanted, resize: Resize, world_size: int, error: Exception) -> NoReturn:
+def _refused(one: _Wanted, resize: Resize, world_size: int, error: Exception) -> MismatchError:
     called = getattr(resize, "__qualname__", None) or type(resize).__qualname__
-    how = (
+    return _mismatch(
+        one,
         f"saved per rank by {one.saved.world_size} ranks, loading on {world_size}; its resize, "
-        f"{called}, gave an error: {type(error).__name__}: {error}"
+        f"{called}, gave an error: {type(error).__name__}: {error}",
+        "Give it another resize=, or leave it out with keys=...",
     )
-    raise MismatchError(
-        f"{one.name}: {how}\nNothing was changed in the target. Give it another resize=, or leave "
-        "it out with keys=...",
-        mismatched={one.name: how},
-    ) from error
 
 
-def _check_kind(target: object, made: object) -> None:
+def _mismatch(one: _Wanted, how: str, then: str = "Leave it out with keys=...") -> MismatchError:
+    return MismatchError(
+        f"{one.name}: {how}\nNothing was changed in the target. {then}", mismatched={one.name: how}
+    )
+
+
+def _check_made(target: object, made: object) -> None:
     """A function that forgot its `return` is found here, not by the program that goes on."""
-    if (is_stateful(target) or is_split_mapping(target)) and not isinstance(made, Mapping):
-        raise TypeError(
-            f"it returned a {type(made).__qualname__} for a {type(target).__qualname__}, which "
-            "takes a dict"
-        )
+    if is_split_mapping(target) and not isinstance(made, Mapping):
+        raise TypeError(f"it returned a {type(made).__qualname__} where the target has a dict")
     if made is None and target is not None:
         raise TypeError("it returned None")
+    if left := untold(target, made):
+        raise TypeError(f"it returned no state for {', '.join(left)}")
 
 
 class _Values(Sequence[Any]):

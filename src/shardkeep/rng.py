@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -62,6 +62,9 @@ class Seed:
 
 class Source(ABC):
     """One generator."""
+
+    may_be_new = False
+    """Whether it need not have been saved to be here."""
 
     @abstractmethod
     def get(self) -> dict[str, Any] | None:
@@ -125,8 +128,8 @@ class RngState:
             return
         stored = {name: one for name, one in state_dict.items() if name != "generators"}
         given = state_dict.get("generators", {})
-        _check_names(stored, self._global, [n for n, s in self._global.items() if s.get() is None])
-        _check_names(given, self._given, ())
+        _check_names(stored, self._global)
+        _check_names(given, self._given)
         pairs = [(name, self._global[name], stored[name]) for name in stored]
         pairs += [(name, self._given[name], given[name]) for name in given]
         for name, source, one in pairs:
@@ -141,11 +144,10 @@ class RngState:
             source.reseed(seed, f"generators.{name}", number)
 
 
-def _check_names(
-    stored: Mapping[str, Any], sources: Mapping[str, Source], idle: Iterable[str]
-) -> None:
-    """What was saved must be here; what is here must have been saved, unless it is not in use."""
-    lost, new = stored.keys() - sources.keys(), sources.keys() - stored.keys() - set(idle)
+def _check_names(stored: Mapping[str, Any], sources: Mapping[str, Source]) -> None:
+    """What was saved must be here, and what is here must have been saved."""
+    lost = stored.keys() - sources.keys()
+    new = {name for name in sources.keys() - stored.keys() if not sources[name].may_be_new}
     if lost or new:
         raise MismatchError(
             "random generators: "

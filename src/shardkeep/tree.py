@@ -145,7 +145,7 @@ def _ask_statefuls(state: object, keep_whole: bool) -> States:
             )
         found: dict[int, tuple[str, object]] = {}
         for part in pending:
-            for path, value in _find_statefuls(part, (), 0, keep_whole):
+            for path, value in find_statefuls(part, (), 0, keep_whole):
                 if id(value) not in states:
                     found.setdefault(id(value), (dotted(path), value))
         pending = []
@@ -172,9 +172,10 @@ def given_state(states: States, value: object, path: Path) -> Mapping[str, Any]:
     return given
 
 
-def _find_statefuls(
-    value: object, path: Path, depth: int, keep_whole: bool
+def find_statefuls(
+    value: object, path: Path = (), depth: int = 0, keep_whole: bool = False
 ) -> Iterator[tuple[Path, object]]:
+    """Every `Stateful` in a value, and the path to it; asks none of them."""
     if depth > MAX_DEPTH:
         return
     if type(value) is dict:
@@ -182,18 +183,18 @@ def _find_statefuls(
             kind = type(child)
             # Asked here, because most dicts of a state hold arrays only.
             if kind not in SCALARS and adapter_of_type(kind) is None:  # type: ignore[arg-type]
-                yield from _find_statefuls(child, (*path, key), depth + 1, keep_whole)
+                yield from find_statefuls(child, (*path, key), depth + 1, keep_whole)
     elif adapter_of(value) is not None:
         return
     elif isinstance(value, PerRank):
         if value.resize is None or not keep_whole:
-            yield from _find_statefuls(value.value, path, depth + 1, keep_whole)
+            yield from find_statefuls(value.value, path, depth + 1, keep_whole)
     elif is_split_mapping(value):
         for key, child in value.items():  # type: ignore[attr-defined]
-            yield from _find_statefuls(child, (*path, key), depth + 1, keep_whole)
+            yield from find_statefuls(child, (*path, key), depth + 1, keep_whole)
     elif _is_sequence(value):
         for i, child in enumerate(value):  # type: ignore[arg-type]
-            yield from _find_statefuls(child, (*path, i), depth + 1, keep_whole)
+            yield from find_statefuls(child, (*path, i), depth + 1, keep_whole)
     elif is_stateful(value):
         yield path, value
 

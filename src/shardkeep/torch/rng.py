@@ -99,6 +99,8 @@ class _TorchSource(Source):
 class _CudaSource(Source):
     """The generators of all devices that this process sees, once it has begun to use them."""
 
+    may_be_new = True  # a run that began without a device may go on with one
+
     def __init__(self, absent: AbsentDevices) -> None:
         self._absent = absent
 
