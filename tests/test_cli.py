@@ -126,6 +126,7 @@ def test_show_json_has_stable_keys_and_the_same_facts(checkpoint):
     shown = json.loads(ok("show", checkpoint, "--json"))
     assert list(shown) == [
         "path", "format", "tensors", "values", "chunks", "files", "tensor_bytes", "file_bytes",
+        "kept_bytes",
         "ranks", "saved_at", "library_version", "save_id", "digest", "requires", "names",
         "problems",
     ]  # fmt: skip

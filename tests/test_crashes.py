@@ -45,20 +45,28 @@ ABSENT = 0
 """The generation of a place that holds no checkpoint."""
 
 
+FROZEN = 1000
+"""Generations from this one on have something in common."""
+
+
 def state(generation):
-    """Every leaf tells its generation; NaN payloads and all."""
+    """Every leaf tells its generation, but for what is frozen; NaN payloads and all."""
     bits = np.arange(48, dtype=np.uint32) + 0x7FC00000 + 1000 * generation
-    return {
+    out = {
         "model": {"w": bits.view(np.float32), "b": np.full((3, 5), generation, np.int64)},
         "big": np.full(3000, generation, np.uint16),
         "step": generation,
-        "name": f"generation {generation}" * generation,
+        "name": f"generation {generation}" * (generation % FROZEN),
     }
+    if generation >= FROZEN:
+        out["frozen"] = np.arange(20000, dtype=np.uint16)
+    return out
 
 
-def blank():
+def blank(like):
     model = {"w": np.zeros(48, np.float32), "b": np.zeros((3, 5), np.int64)}
-    return {"model": model, "big": np.zeros(3000, np.uint16), "step": None, "name": None}
+    out = {"model": model, "big": np.zeros(3000, np.uint16), "step": None, "name": None}
+    return {**out, **{key: np.zeros_like(like[key]) for key in like if key not in out}}
 
 
 def exact(tree):
@@ -105,7 +113,7 @@ def generation_at(place, *, thorough=True):
     assert exact(found) == exact(state(found["step"])), "a mix of generations"
     if not thorough:
         return found["step"]
-    loaded = shardkeep.load(blank(), place).state_dict
+    loaded = shardkeep.load(blank(found), place).state_dict
     assert exact(loaded) == exact(found)
     report = shardkeep.verify(place)
     assert report.ok, report.problems
@@ -287,6 +295,30 @@ def test_overwrite_twice(tmp_path, scratch):
     tally = saves.check(scratch)
     assert tally["points"] > 500
     assert tally["states"] > 60
+
+
+def test_create_with_files_of_another(tmp_path, scratch):
+    base = tmp_path / "base"
+    save(base, FROZEN)
+    saves = Saves(tmp_path)
+    saves.save(FROZEN + 1, overwrite=False, base=base)
+    assert any(row.kept for row in read_record(LocalStore(saves.path)).files)
+    shutil.rmtree(base)
+    assert generation_at(saves.path) == FROZEN + 1
+    tally = saves.check(scratch)
+    assert tally["points"] > 150
+    assert tally["states"] > 20
+
+
+def test_overwrite_with_files_of_what_is_replaced(tmp_path, scratch):
+    saves = Saves.over(tmp_path, FROZEN)
+    saves.save(FROZEN + 1, base=saves.path)
+    saves.save(FROZEN + 2, base=saves.path)
+    assert any(row.kept for row in read_record(LocalStore(saves.path)).files)
+    assert_clean(saves.path)
+    tally = saves.check(scratch)
+    assert tally["points"] > 300
+    assert tally["states"] > 40
 
 
 def test_create_where_one_is(tmp_path, scratch):

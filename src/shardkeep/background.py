@@ -37,7 +37,7 @@ from shardkeep.holding import StalePlan
 from shardkeep.planner import SavePlan, SavePlanner
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.saving import SaveResult, Saving
-from shardkeep.storage import StorageWriter
+from shardkeep.storage import StorageWriter, unchanged
 from shardkeep.taking import SnapshotKind, plan_steps
 
 __all__ = ["Background", "OnOverlap", "SnapshotKind", "WriterKind", "wait_turn"]
@@ -209,7 +209,8 @@ class Background:
     def _compare(self, result: SaveResult, content: str) -> None:
         """Warn of a save that holds what the last one held: its snapshot may not be of now."""
         last, self._content = self._content, (content, result.checkpoint_id)
-        if content and last[0] == content and last[1] != result.checkpoint_id and result.nbytes:
+        same = content in (last[0], unchanged(last[1])) and last[1] != result.checkpoint_id
+        if content and same and result.nbytes:
             log.warning(
                 "every tensor of %s is bit-equal to %s: the state that is saved is not the one "
                 "that is trained, or nothing was trained in between",

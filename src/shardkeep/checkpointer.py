@@ -90,6 +90,7 @@ class Checkpointer:
         storage_writer: StorageWriter | None = None,
         planner: SavePlanner | None = None,
         overwrite: bool = False,
+        base: CheckpointId | None = None,
         allow_pickle: bool = False,
         check_replicas: CheckReplicas = "sample",
         memory_budget: int | None = None,
@@ -107,6 +108,7 @@ class Checkpointer:
                 storage_writer,
                 planner,
                 overwrite,
+                base,
                 allow_pickle,
                 check_replicas,
                 memory_budget,
@@ -123,6 +125,7 @@ class Checkpointer:
         storage_writer: StorageWriter | None = None,
         planner: SavePlanner | None = None,
         overwrite: bool = False,
+        base: CheckpointId | None = None,
         allow_pickle: bool = False,
         check_replicas: CheckReplicas = "sample",
         snapshot: SnapshotKind = "eager",
@@ -154,6 +157,7 @@ class Checkpointer:
                     storage_writer,
                     planner,
                     overwrite,
+                    base,
                     allow_pickle,
                     check_replicas,
                     memory_budget,
@@ -231,6 +235,7 @@ class Checkpointer:
         storage_writer: StorageWriter | None,
         planner: SavePlanner | None,
         overwrite: bool,
+        base: CheckpointId | None,
         allow_pickle: bool,
         check_replicas: CheckReplicas,
         memory_budget: int | None,
@@ -255,19 +260,23 @@ class Checkpointer:
                 if not where:
                     raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
                 overwrite = overwrite or writer.overwrite
+                base = writer.base if base is None else base
+            elif base is not None:
+                raise ValueError(f"base: {type(writer).__name__} uses nothing of other checkpoints")
             if planner is None:
                 planner = DefaultSavePlanner(
                     check_replicas=check_replicas, allow_pickle=allow_pickle
                 )
             options = {
                 "overwrite": overwrite,
+                "base": None if base is None else os.fspath(base),
                 "check_replicas": check_replicas,
                 "allow_pickle": allow_pickle,
                 "version": _version(),
             }
             with (
                 tracked(progress, "saving") as counter,
-                self._lent(coordinator, writer, counter, budget, overwrite=overwrite),
+                self._lent(coordinator, writer, counter, budget, overwrite=overwrite, base=base),
             ):
                 saving = Saving(
                     state_dict,
@@ -448,6 +457,7 @@ def save(
     process_group: object = None,
     no_dist: bool = False,
     overwrite: bool = False,
+    base: CheckpointId | None = None,
     allow_pickle: bool = False,
     check_replicas: CheckReplicas = "sample",
     memory_budget: int | None = None,
@@ -466,6 +476,7 @@ def save(
             storage_writer=storage_writer,
             planner=planner,
             overwrite=overwrite,
+            base=base,
             allow_pickle=allow_pickle,
             check_replicas=check_replicas,
             memory_budget=memory_budget,
@@ -482,6 +493,7 @@ def async_save(
     process_group: object = None,
     no_dist: bool = False,
     overwrite: bool = False,
+    base: CheckpointId | None = None,
     allow_pickle: bool = False,
     check_replicas: CheckReplicas = "sample",
     snapshot: SnapshotKind = "eager",
@@ -508,6 +520,7 @@ def async_save(
         storage_writer=storage_writer,
         planner=planner,
         overwrite=overwrite,
+        base=base,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
         snapshot=snapshot,

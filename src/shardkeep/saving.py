@@ -148,12 +148,14 @@ class Saving:
         coordinator, writer = self._coordinator, self.writer
         results: list[WriteResult] | None = None
         committing = False
+        shared: bytes | None = None
 
         def write() -> None:
             nonlocal results
+            share = plan if shared is None else writer.use_shared(plan, shared)
             with contextlib.suppress(StalePlan):
                 try:
-                    results = writer.write_data(plan, planner)
+                    results = writer.write_data(share, planner)
                     written()
                 except SaveCancelled:
                     if not is_cancelled():
@@ -163,6 +165,9 @@ class Saving:
             return _CANCELLED if is_cancelled() else _encode_results(results)
 
         with self.aborting(lambda: committing):
+            if writer.base is not None:
+                shared = self._compare(plan, planner, is_cancelled)
+                self._clock.lap("compare")
             coordinator.agree("write", write)
             self._clock.lap("write")
             committing = True
@@ -177,6 +182,29 @@ class Saving:
             self._clock.lap("commit")
         assert results is not None
         return self._result(msgspec.msgpack.decode(answer, type=_Committed), results)
+
+    def _compare(
+        self, plan: SavePlan, planner: SavePlanner, is_cancelled: Callable[[], bool]
+    ) -> bytes:
+        """Find out what an earlier checkpoint has already; the storage's word to this rank."""
+        assert self._planning is not None
+        planning, writer = self._planning, self.writer
+
+        def compare() -> bytes:
+            try:
+                return writer.compare_data(plan, planner)
+            except StalePlan:
+                return b""  # it is found again when this is written
+            except SaveCancelled:
+                if not is_cancelled():
+                    raise
+                return b""
+
+        def share(told: list[bytes]) -> list[bytes]:
+            assert planning.metadata is not None
+            return writer.share_data(told, planning.metadata)
+
+        return self._coordinator.gather_scatter("compare", compare, share)
 
     def follow_devices(self, inside: contextlib.ExitStack) -> None:
         """Have copies come after what devices compute, and wait for nothing, while `inside`."""

@@ -32,6 +32,7 @@ __all__ = [
     "WriteResult",
     "find_reader",
     "find_writer",
+    "unchanged",
 ]
 
 CheckpointId = str | os.PathLike[str]
@@ -49,6 +50,11 @@ class WriteResult:
     """Bytes written."""
     storage_data: bytes = b""
     """What `finish` must know of it, in the storage's own encoding."""
+
+
+def unchanged(base: CheckpointId | None) -> str:
+    """What a writer says of the content of a save that has every tensor as its base has it."""
+    return f"unchanged since {base}"
 
 
 class StorageWriter(ABC):
@@ -81,6 +87,21 @@ class StorageWriter(ABC):
 
     stats: Mapping[str, float] = MappingProxyType({})
     """What `write_data` did, as counts and seconds; `SaveResult.stats` has them."""
+
+    base: CheckpointId | None = None
+    """An earlier checkpoint, of which what has not changed is used again."""
+
+    def compare_data(self, plan: SavePlan, planner: SavePlanner) -> bytes:
+        """What of this rank's share the base has, in the storage's own encoding."""
+        raise NotImplementedError(f"{type(self).__name__} uses nothing of other checkpoints")
+
+    def share_data(self, told: list[bytes], metadata: Metadata) -> list[bytes]:
+        """Decide what is used again, from what all ranks told. Runs on the coordinator."""
+        raise NotImplementedError
+
+    def use_shared(self, plan: SavePlan, answer: bytes) -> SavePlan:
+        """This rank's share without what is used again."""
+        raise NotImplementedError
 
     def plan_key(self) -> Hashable | None:
         """What `prepare_*_plan` follow from besides the plans; None: never use a plan twice."""

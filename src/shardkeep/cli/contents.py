@@ -43,6 +43,8 @@ class Totals:
     """Bytes of all tensors, ties counted once."""
     file_bytes: int
     """Bytes of all files."""
+    kept_bytes: int
+    """Those of files that an earlier checkpoint has too."""
     ranks: int | None
     """Processes that saved it, if the record says so."""
     saved_at: str | None
@@ -160,6 +162,7 @@ def _totals(reader: NativeReader) -> Totals:
         files=len(sizes),
         tensor_bytes=int(nbytes.sum()),
         file_bytes=sum(sizes),
+        kept_bytes=sum(row.size for row in record.files if row.kept),
         ranks=ranks if isinstance(ranks, int) else None,
         saved_at=saved_at if isinstance(saved_at, str) else None,
         library_version=record.version,

@@ -112,6 +112,7 @@ class JsonOutput:
                 "files": totals.files,
                 "tensor_bytes": totals.tensor_bytes,
                 "file_bytes": totals.file_bytes,
+                "kept_bytes": totals.kept_bytes,
                 "ranks": totals.ranks,
                 "saved_at": totals.saved_at,
                 "library_version": totals.library_version,
@@ -181,6 +182,8 @@ class JsonOutput:
 def _facts(totals: Totals) -> list[tuple[str, str]]:
     tensors, values = count(totals.tensors, "tensor"), count(totals.values, "value")
     on_disk = f"{human_size(totals.file_bytes)} in {count(totals.files, 'file')}"
+    if totals.kept_bytes:
+        on_disk += f", {human_size(totals.kept_bytes)} of it shared with an earlier checkpoint"
     facts = [
         ("checkpoint", totals.path),
         ("format", "shardkeep {}.{}".format(*totals.format)),

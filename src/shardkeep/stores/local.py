@@ -290,6 +290,11 @@ class LocalStore:
         follow = os.link not in os.supports_follow_symlinks
         os.link(self._path(old), self._path(new), follow_symlinks=follow)
 
+    def link_from(self, other: LocalStore, old: str, new: str) -> None:
+        """Give a file of another directory, which is never written to again, a name in this one."""
+        follow = os.link not in os.supports_follow_symlinks
+        os.link(other._path(old), self._path(new), follow_symlinks=follow)
+
     def rename(self, old: str, new: str) -> None:
         """Move a file over whatever has the new name, atomically."""
         os.replace(self._path(old), self._path(new))

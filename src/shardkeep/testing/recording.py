@@ -484,6 +484,15 @@ class RecordingStore(LocalStore):
             super().link(old, new)
             self.log.add(Enter(*self.log.place(self._path(new)), self._number(old)))
 
+    def link_from(self, other: LocalStore, old: str, new: str) -> None:
+        """Link a file of another directory under the same log, and log it."""
+        with self.log.lock:
+            number = self.log.number(other._path(old))
+            if number is None:
+                raise ValueError(f"{other.root} is not under {self.log.base}")
+            super().link_from(other, old, new)
+            self.log.add(Enter(*self.log.place(self._path(new)), number))
+
     def rename(self, old: str, new: str) -> None:
         """Rename within a directory, and log it."""
         with self.log.lock:

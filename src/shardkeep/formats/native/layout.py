@@ -16,9 +16,17 @@ import numpy as np
 from shardkeep.columns import Ints, narrow, order_by, pack, unpack
 from shardkeep.formats.native.header import header_room
 from shardkeep.formats.native.names import CONTENT_KEY, data_file
+from shardkeep.formats.native.record import FileRow
 from shardkeep.tables import ChunkTable, TensorTable, ValueTable
 
-__all__ = ["FilePlan", "Layout", "Limits", "decode_rank_layout", "plan_layout"]
+__all__ = [
+    "FilePlan",
+    "Layout",
+    "Limits",
+    "decode_rank_layout",
+    "encode_rank_layout",
+    "plan_layout",
+]
 
 MAX_POWER = 1 << 16
 
@@ -78,6 +86,8 @@ class Layout:
     """All files, in the order that chunks and values number them."""
     messages: tuple[bytes, ...]
     """What each rank must know of it."""
+    kept: tuple[FileRow, ...] = ()
+    """Files of an earlier checkpoint, numbered after those that are written."""
 
 
 def plan_layout(
@@ -180,11 +190,17 @@ def _rank_message(files: list[FilePlan], rows: Ints, place: Ints) -> bytes:
     by_plan = np.argsort(rows)
     disk_order = np.empty_like(by_plan)
     disk_order[by_plan] = np.arange(len(rows))
+    return encode_rank_layout(files, disk_order, place[by_plan])
+
+
+def encode_rank_layout(files: list[FilePlan], disk_order: Ints, start: Ints) -> bytes:
+    """What a rank must know: its files, those of its chunks that are in them, in the order they
+    lie there, and where each of its chunks starts."""
     return pack(
         {
             "files": msgspec.msgpack.encode(files),
             "disk_order": narrow(disk_order),
-            "start": narrow(place[by_plan]),
+            "start": narrow(start),
         }
     )
 

@@ -17,6 +17,7 @@ __all__ = [
     "data_file",
     "entry_keys",
     "index_file",
+    "kept_file",
     "lease_name",
     "lease_save_id",
     "new_save_id",
@@ -45,6 +46,11 @@ def new_save_id() -> str:
 def data_file(save_id: str, rank: int, number: int) -> str:
     """A rank's n-th data file."""
     return f"{DATA}/{save_id}-r{rank:05d}-{number}.safetensors"
+
+
+def kept_file(save_id: str, number: int) -> str:
+    """The n-th file that an earlier checkpoint has too."""
+    return f"{DATA}/{save_id}-k{number:05d}.safetensors"
 
 
 def index_file(save_id: str) -> str:

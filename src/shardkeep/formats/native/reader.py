@@ -449,12 +449,17 @@ class NativeReader(StorageReader):
     def _contents(self, chunks: ChunkTable) -> list[bytes]:
         assert chunks.file is not None
         assert chunks.start is not None
+        return self.contents_at(chunks.file, chunks.start)
+
+    def contents_at(self, file: Ints, start: Ints) -> list[bytes]:
+        """Content digests of chunks, by their file and where they start in it."""
         files = self._contents_of
-        for number in set(chunks.file.tolist()) - files.keys():
+        for number in set(file.tolist()) - files.keys():
             files[number] = self.content_digests(number)
-        places = zip(chunks.file.tolist(), chunks.start.tolist(), strict=True)
         try:
-            return [files[number][start] for number, start in places]
+            return [
+                files[number][at] for number, at in zip(file.tolist(), start.tolist(), strict=True)
+            ]
         except KeyError as error:
             raise FormatError(
                 f"{self.record.index.name}: no content digest for a chunk at byte {error}"

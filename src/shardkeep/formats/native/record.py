@@ -23,7 +23,7 @@ from shardkeep.formats.native.names import CONTENT_KEY, save_id_of
 
 __all__ = ["MAX_RECORD", "FileRow", "Record", "decode_record", "encode_record"]
 
-MAJOR, MINOR = 1, 0
+MAJOR = 1
 MAX_RECORD = 64 << 20
 MAX_FILES = 1_000_000
 DEFAULT_BLOCK = 128 << 10
@@ -49,6 +49,8 @@ class FileRow:
     """Where its values entry begins, if it has one; the entry ends at T."""
     chunks: int = 0
     """Chunks in it."""
+    kept: bool = False
+    """Whether an earlier checkpoint has it too; it may hold more than this one wants of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +89,14 @@ def _row(row: FileRow) -> dict[str, Any]:
         "root": row.root,
         "values": row.values,
         "chunks": row.chunks,
+        **({"kept": True} if row.kept else {}),
     }
 
 
 def encode_record(record: Record) -> bytes:
     """The bytes of `checkpoint.json`."""
     body = {
-        "format": {"major": MAJOR, "minor": MINOR},
+        "format": {"major": MAJOR, "minor": int(any(row.kept for row in record.files))},
         "requires": list(record.requires),
         "writer": {"name": "shardkeep", "version": record.version},
         "save_id": record.save_id,
@@ -192,4 +195,7 @@ def _parse_row(row: Mapping[str, Any], block: int, digest_size: int, where: str)
         raise ValueError(f"{name}: {chunks} chunks do not fit")
     if type(root) is not str or not re.fullmatch(f"[0-9a-f]{{{2 * digest_size}}}", root):
         raise ValueError(f"{name}: root {root!r}")
-    return FileRow(name, size, payload, root, values, chunks)
+    kept = row.get("kept", False)
+    if type(kept) is not bool:
+        raise ValueError(f"{name}: kept is {kept!r}")
+    return FileRow(name, size, payload, root, values, chunks, kept)

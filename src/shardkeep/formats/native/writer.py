@@ -18,7 +18,7 @@ import numpy as np
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
-from shardkeep.engine.budget import checked_budget, usable_cores
+from shardkeep.engine.budget import BufferPool, checked_budget, usable_cores
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
@@ -39,6 +39,14 @@ from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, 
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
 from shardkeep.formats.native.jobs import DataFiles, Written
+from shardkeep.formats.native.keeping import (
+    MOST_FILES,
+    compare,
+    join,
+    keep_files,
+    without_kept,
+    worth_keeping,
+)
 from shardkeep.formats.native.layout import (
     FilePlan,
     Layout,
@@ -52,6 +60,7 @@ from shardkeep.formats.native.names import (
     index_file,
     new_save_id,
 )
+from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import (
     DEFAULT_BLOCK,
     FileRow,
@@ -61,7 +70,7 @@ from shardkeep.formats.native.record import (
 )
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
 from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
-from shardkeep.storage import CheckpointId, StorageWriter, WriteResult
+from shardkeep.storage import CheckpointId, StorageWriter, WriteResult, unchanged
 from shardkeep.stores.local import LocalStore, storage_errors
 from shardkeep.structure import Structure
 from shardkeep.tables import LocationColumns, StateColumns
@@ -98,6 +107,7 @@ class NativeWriter(StorageWriter):
         checkpoint_id: CheckpointId | None = None,
         *,
         overwrite: bool = False,
+        base: CheckpointId | None = None,
         digest: str = "xxh3-128",
         block: int = DEFAULT_BLOCK,
         limits: Limits = Limits(),
@@ -109,6 +119,7 @@ class NativeWriter(StorageWriter):
         if not 4096 <= block <= 1 << 20 or block & (block - 1):
             raise ValueError(f"block is {block}; use a power of two from 4096 to {1 << 20}")
         self.overwrite = overwrite
+        self.base = base
         self.block = block
         self.limits = limits
         self.memory_budget = memory_budget
@@ -132,7 +143,7 @@ class NativeWriter(StorageWriter):
         self.digest = ""
         """The record's digest, on the coordinator after `finish`."""
         self.content = ""
-        """Equal for saves whose tensors are: on the coordinator after `finish`."""
+        """Equal for saves whose tensors are, or `unchanged`: on the coordinator after `finish`."""
         self.stats: dict[str, float] = {}
         """What `write_data` did: see `shardkeep.engine.writing.WriteStats`."""
         self._lease: Lease | None = None
@@ -237,6 +248,53 @@ class NativeWriter(StorageWriter):
         """Take the layout of an earlier save."""
         assert isinstance(memory, Layout)
         self._layout = memory
+
+    # --- compare with an earlier checkpoint
+
+    def compare_data(self, plan: SavePlan, planner: SavePlanner) -> bytes:
+        """The chunks that the base has, by their content digests."""
+        assert self.base is not None
+        threads = self._cores(isinstance(planner, StagedPlanner))
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        pool = BufferPool(budget, threads, self.block, staging=planner.staging)
+        try:
+            return compare(
+                NativeReader(self.base, open_store=self._open_store),
+                WriteItems.of(plan.items),
+                planner,
+                algorithm=self._algorithm,
+                block=self.block,
+                pool=pool,
+                threads=threads,
+                progress=self.progress or (lambda nbytes: None),
+            ).encode()
+        finally:
+            pool.close()
+
+    def share_data(self, told: list[bytes], metadata: Metadata) -> list[bytes]:
+        """Keep files of the base, and lay out around them what changed."""
+        state = _columns_of(metadata)
+        self._layout, answers = join(told, state, self.limits, self._algorithm.size, self._keep)
+        return answers
+
+    def _keep(self, save_id: str, wanted: Ints, total: int) -> dict[int, FileRow]:
+        assert self.base is not None
+        base = self._open_store(self.base)
+        try:
+            record = read_record(base)
+        except CheckpointError:
+            return {}
+        if record.save_id != save_id:  # replaced since the ranks compared with it
+            return {}
+        size = np.array([row.size for row in record.files[: len(wanted)]], np.int64)
+        most = MOST_FILES * self._place.world_size
+        numbers = worth_keeping(size, wanted, total, most)
+        return keep_files(record, numbers, self._store, base, self.save_id, self._written)
+
+    def use_shared(self, plan: SavePlan, answer: bytes) -> SavePlan:
+        """Only what changed is written."""
+        chunks = len(WriteItems.of(plan.items).chunks)
+        return replace(plan, storage_data=without_kept(answer, chunks))
 
     # --- write
 
@@ -350,10 +408,13 @@ class NativeWriter(StorageWriter):
             for plan in self._layout.files
         ]
         self.content = " ".join(report.content for report in reports)
+        if self._layout.kept and not any(plan.count for plan in self._layout.files):
+            self.content = unchanged(self.base)
         files = tuple(
             FileRow(plan.name(self.save_id), r.size, r.payload, r.root, r.values, r.chunks)
             for plan, r in zip(self._layout.files, reports, strict=True)
         )
+        files += self._layout.kept
         state = _columns_of(metadata)
         structure = metadata.planner_data
         assert structure is not None
@@ -486,6 +547,7 @@ def _summary(state: StateColumns, layout: Layout, ranks: int) -> dict[str, Any]:
         "chunks": len(layout.chunks),
         "bytes": nbytes,
         "ranks": ranks,
+        **({"kept": sum(row.size for row in layout.kept)} if layout.kept else {}),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of an earlier checkpoint, used again where nothing in them changed.
+
+Each rank digests what it would write and compares that with the content digests of the earlier
+checkpoint, its base. The coordinator keeps those files of the base of which enough is still wanted:
+they get a second name in the new checkpoint, and what they hold is not written. A kept file may
+hold more than the new checkpoint wants of it; the index says what that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from shardkeep.columns import Boxes, Ints, narrow, pack, unpack
+from shardkeep.engine.budget import BufferPool
+from shardkeep.engine.contents import digest_contents
+from shardkeep.engine.digests import Algorithm
+from shardkeep.errors import CheckpointError
+from shardkeep.formats.native.files import coordinates
+from shardkeep.formats.native.layout import (
+    Layout,
+    Limits,
+    decode_rank_layout,
+    encode_rank_layout,
+    plan_layout,
+)
+from shardkeep.formats.native.names import kept_file
+from shardkeep.formats.native.reader import NativeReader
+from shardkeep.formats.native.record import FileRow, Record
+from shardkeep.planner import SavePlanner, WriteItems
+from shardkeep.stores.local import LocalStore
+from shardkeep.tables import StateColumns
+
+__all__ = ["MOST_FILES", "Same", "compare", "join", "keep_files", "without_kept", "worth_keeping"]
+
+log = logging.getLogger("shardkeep")
+
+DEAD = 1.0
+"""Most bytes of kept files that are not wanted, to those of the whole checkpoint: they take room
+until their files go."""
+MOST_FILES = 32
+"""Most files that are kept, to each rank."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Same:
+    """What one rank need not write, as it tells the coordinator."""
+
+    row: Ints
+    """Which of its chunks."""
+    file: Ints
+    """Number of the base's file that has it."""
+    start: Ints
+    """First byte there."""
+    base: str = ""
+    """The base's save, so that all mean the same; empty where it could not be read."""
+
+    def encode(self) -> bytes:
+        """For the coordinator."""
+        columns = {"row": self.row, "file": self.file, "start": self.start}
+        return msgspec.msgpack.encode(
+            (self.base, pack({key: narrow(column) for key, column in columns.items()}))
+        )
+
+    @classmethod
+    def decode(cls, message: bytes) -> Same:
+        """What a rank told; nothing where it could not compare."""
+        if not message:
+            return NOTHING
+        base, columns = msgspec.msgpack.decode(message, type=tuple[str, bytes])
+        part = {key: column.astype(np.int64) for key, column in unpack(columns).items()}
+        return cls(part["row"], part["file"], part["start"], base)
+
+
+NOTHING = Same(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+def compare(
+    base: NativeReader,
+    items: WriteItems,
+    planner: SavePlanner,
+    *,
+    algorithm: Algorithm,
+    block: int,
+    pool: BufferPool,
+    threads: int,
+    progress: Callable[[int], None],
+) -> Same:
+    """Which of a rank's chunks the base has, bit for bit, by their content digests.
+
+    A base that cannot be read, or is digested in another way, has none.
+    """
+    with contextlib.closing(base):
+        try:
+            base.read_metadata()
+            if (base.record.digests, base.record.block) != (algorithm.name, block):
+                log.info("%s is digested in another way; nothing of it is kept", base.root)
+                return NOTHING
+            found = _candidates(base, items)
+            wanted = base.contents_at(found.file, found.start)
+        except CheckpointError as error:
+            log.warning("all is written, as %s cannot be compared with: %s", base.root, error)
+            return NOTHING
+        save_id = base.record.save_id
+    rows = found.row
+    nbytes = items.chunks.nbytes(items.tensors)[rows]
+    digests = digest_contents(
+        nbytes,
+        items.tensors.itemsize[items.chunks.tensor[rows]],
+        lambda first, last: planner.sources(items, rows[first:last]),
+        algorithm=algorithm,
+        pool=pool,
+        threads=threads,
+        progress=progress,
+    )
+    theirs = np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)
+    same = (digests == theirs).all(axis=1)
+    return Same(rows[same], found.file[same], found.start[same], save_id)
+
+
+def _candidates(base: NativeReader, items: WriteItems) -> Same:
+    """Chunks that the base has the same box of, in a tensor of the same name, type and shape."""
+    ours, theirs = items.tensors, base.index.tensors
+    to_base = np.full(len(ours), -1)
+    for tensor in np.unique(items.chunks.tensor).tolist():
+        row = theirs.row_of.get(ours.names[tensor], -1)
+        if (
+            row >= 0
+            and theirs.alias_of[row] < 0
+            and ours.shape(tensor) == theirs.shape(row)
+            and ours.dtype(tensor) is theirs.dtype(row)
+        ):
+            to_base[tensor] = row
+    known = np.unique(to_base[to_base >= 0])
+    chunks, _ = base.index.chunks_among(known)
+    assert chunks.file is not None
+    assert chunks.start is not None
+    places = dict(zip(_keys(chunks.tensor, chunks.boxes), range(len(chunks)), strict=True))
+    wanted = _keys(to_base[items.chunks.tensor], items.chunks.boxes)
+    at = np.array([places.get(key, -1) for key in wanted], np.int64)
+    rows = np.flatnonzero(at >= 0)
+    return Same(rows, chunks.file[at[rows]], chunks.start[at[rows]])
+
+
+def _keys(tensor: Ints, boxes: Boxes) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """A chunk by its tensor and its box."""
+    return zip(tensor.tolist(), *coordinates(boxes), strict=True)
+
+
+# --- on the coordinator
+
+
+def keep_files(
+    record: Record,
+    numbers: Sequence[int],
+    store: LocalStore,
+    base: LocalStore,
+    save_id: str,
+    written: list[str],
+) -> dict[int, FileRow]:
+    """Give a second name to files of the base.
+
+    Each name joins `written`. A file that cannot be linked is not kept: it is on another file
+    system, or is gone meanwhile.
+    """
+    kept: dict[int, FileRow] = {}
+    for number in numbers:
+        row = record.files[number]
+        name = kept_file(save_id, len(kept))
+        try:
+            store.link_from(base, row.name, name)
+        except OSError as error:
+            log.info("%s is not kept: %s", base.root / row.name, error)
+            continue
+        written.append(name)
+        kept[number] = replace(row, name=name, kept=True)
+    return kept
+
+
+def worth_keeping(size: Ints, wanted: Ints, total: int, most: int) -> list[int]:
+    """Of files of so many bytes, of which so many are `wanted`: those to keep.
+
+    All of which anything is wanted, but for those that waste the most once they waste too much of a
+    checkpoint of `total` bytes, and for those that have the least once they are too many.
+    """
+    useful = np.flatnonzero(wanted > 0)
+    by_use = useful[np.argsort(-wanted[useful] / size[useful], kind="stable")]
+    dead = np.cumsum((size - wanted)[by_use])
+    kept = by_use[dead <= DEAD * total]
+    return sorted(kept[np.argsort(-wanted[kept], kind="stable")][:most].tolist())
+
+
+def join(
+    told: Sequence[bytes],
+    state: StateColumns,
+    limits: Limits,
+    digest_size: int,
+    keep: Callable[[str, Ints, int], dict[int, FileRow]],
+) -> tuple[Layout, list[bytes]]:
+    """The layout around what is kept, and what each rank must know of it.
+
+    `keep(base, wanted, total)` gets the bytes wanted of each of the base's files, and those of the
+    whole checkpoint, and says which it keeps.
+    """
+    assert state.chunks is not None
+    same = [Same.decode(message) for message in told]
+    base = next((one.base for one in same if one.base), "")
+    edges = [np.flatnonzero(state.chunks.rank == rank) for rank in range(len(told))]
+    file, start = np.full(len(state.chunks), -1), np.zeros(len(state.chunks), np.int64)
+    for rows, one in zip(edges, same, strict=True):
+        if one.base == base:  # it may have been replaced meanwhile
+            file[rows[one.row]] = one.file
+            start[rows[one.row]] = one.start
+    nbytes = state.chunks.nbytes(state.tensors)
+    used = file >= 0
+    wanted = np.bincount(file[used], nbytes[used]).astype(np.int64)
+    kept = keep(base, wanted, int(nbytes.sum())) if base else {}
+    number = np.full(len(wanted) + 1, -1)  # the last is that of what is in no file
+    number[list(kept)] = np.arange(len(kept))
+    file = number[file]
+    changed = np.flatnonzero(file < 0)
+    layout = plan_layout(
+        state.tensors,
+        state.chunks.take(changed),
+        state.values_table,
+        len(told),
+        digest_size,
+        limits,
+    )
+    assert layout.chunks.file is not None
+    assert layout.chunks.start is not None
+    file += len(layout.files)
+    file[changed], start[changed] = layout.chunks.file, layout.chunks.start
+    whole = Layout(
+        state.chunks.placed(file, start),
+        layout.values,
+        layout.files,
+        layout.messages,
+        tuple(kept.values()),
+    )
+    is_changed = np.zeros(len(file), np.bool_)
+    is_changed[changed] = True
+    answers = [
+        pack({"layout": message, "changed": np.packbits(is_changed[rows])})
+        for rows, message in zip(edges, layout.messages, strict=True)
+    ]
+    return whole, answers
+
+
+def without_kept(answer: bytes, chunks: int) -> bytes:
+    """What a rank must know of its layout: only what changed is written, of so many chunks."""
+    part = unpack(answer)
+    rows = np.flatnonzero(np.unpackbits(part["changed"], count=chunks))
+    files, disk_order, start = decode_rank_layout(part["layout"])
+    places = np.zeros(chunks, np.int64)
+    places[rows] = start
+    return encode_rank_layout(files, rows[disk_order], places)

@@ -1,0 +1,359 @@
+"""A save that uses files of an earlier checkpoint again, where nothing in them changed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardkeep
+from shardkeep import CorruptionError, ShardedArray, ThreadRanks
+from shardkeep.formats.native.commit import collect_garbage, read_record
+from shardkeep.stores.local import LocalStore
+
+
+def record_of(path):
+    return read_record(LocalStore(path))
+
+
+def kept_bytes(path):
+    return sum(row.size for row in record_of(path).files if row.kept)
+
+
+def assert_holds(path, state):
+    """It verifies, and loads bit for bit."""
+    report = shardkeep.verify(path)
+    assert report.ok, report.problems
+    with shardkeep.open(path) as found:
+        stored = found.state_dict()
+    assert stored.keys() == state.keys()
+    for key, value in state.items():
+        if isinstance(value, np.ndarray):
+            assert stored[key].dtype == value.dtype
+            assert stored[key].shape == value.shape
+            assert stored[key].tobytes() == value.tobytes()
+        else:
+            assert stored[key] == value
+
+
+def some_state(seed=0, count=20, size=40_000):
+    rng = np.random.default_rng(seed)
+    state = {f"w{number:02d}": rng.standard_normal(size // 4, "f4") for number in range(count)}
+    return {**state, "step": 0}
+
+
+def test_what_did_not_change_is_not_written(tmp_path):
+    state = some_state(count=40)
+    shardkeep.save(state, tmp_path / "0")
+    whole = sum(row.size for row in record_of(tmp_path / "0").files)
+    for step in range(1, 11):
+        for number in (0, step):
+            state[f"w{number:02d}"] += 1
+        state["step"] = step
+        result = shardkeep.save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
+        assert result.stats["bytes"] < 0.06 * whole + 8192
+        assert result.nbytes == sum(v.nbytes for v in state.values() if hasattr(v, "nbytes"))
+        assert_holds(tmp_path / str(step), state)
+    shutil.rmtree(tmp_path / "0")
+    for step in range(1, 11):
+        assert shardkeep.verify(tmp_path / str(step)).ok
+
+
+def test_files_of_which_little_is_wanted_are_not_kept(tmp_path):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    for number in range(1, 20):
+        state[f"w{number:02d}"] += 1
+    state["large"] = np.ones(1)  # one in twenty is wanted, and the rest would be as much again
+    del state["w19"]
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert kept_bytes(tmp_path / "1") == 0
+    assert_holds(tmp_path / "1", state)
+
+
+def test_room_and_files_are_bounded_over_many_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardkeep.formats.native.writer.MOST_FILES", 5)
+    rng = np.random.default_rng(0)
+    state = some_state(count=16, size=12_000)
+    total = 16 * 12_000
+    shardkeep.save(state, tmp_path / "0")
+    for step in range(1, 40):
+        for number in rng.choice(16, 2, replace=False).tolist():
+            state[f"w{number:02d}"] += 1
+        state["step"] = step
+        shardkeep.save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
+        shutil.rmtree(tmp_path / str(step - 1))
+        record = record_of(tmp_path / str(step))
+        assert len(record.files) <= 6
+        assert sum(row.size for row in record.files) < 2 * total + len(record.files) * 12_288
+    assert_holds(tmp_path / "39", state)
+
+
+CHANGES = st.lists(
+    st.tuples(
+        st.sampled_from(["change", "drop", "add", "retype", "reshape", "flip a bit"]),
+        st.integers(0, 7),
+    ),
+    max_size=4,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+@given(
+    steps=st.lists(CHANGES, min_size=1, max_size=4),
+    back=st.integers(1, 2),
+    budget=st.sampled_from([None, 8 << 20]),
+)
+def test_any_changes(tmp_path, steps, back, budget):
+    root = tmp_path / "run"
+    shutil.rmtree(root, ignore_errors=True)
+    rng = np.random.default_rng(1)
+    state = {f"w{n}": rng.integers(0, 99, (n + 1, 3000), "i4") for n in range(6)}
+    state["step"] = 0
+    shardkeep.save(state, root / "0")
+    states = [dict(state)]
+    for step, changes in enumerate(steps, 1):
+        for what, number in changes:
+            name = f"w{number}"
+            if what == "add" and name not in state:
+                state[name] = rng.integers(0, 99, (2, 2000), "i4")
+            elif name not in state:
+                continue
+            elif what == "change":
+                state[name] = state[name] + 1
+            elif what == "drop":
+                del state[name]
+            elif what == "retype":
+                state[name] = state[name].view("u4" if state[name].dtype == "i4" else "i4")
+            elif what == "reshape":
+                state[name] = state[name].reshape(-1, 1000)
+            else:
+                state[name] = state[name].copy()
+                state[name].reshape(-1).view("u1")[-1] ^= 128
+        state["step"] = step
+        base = root / str(max(0, step - back))
+        shardkeep.save(state, root / str(step), base=base, memory_budget=budget)
+        states.append(dict(state))
+    for step in range(len(states) - 1, -1, -1):
+        assert_holds(root / str(step), states[step])
+    for step in range(len(states) - 1):
+        shutil.rmtree(root / str(step))
+        assert_holds(root / str(len(states) - 1), states[-1])
+
+
+def test_large_and_strided_chunks_are_compared(tmp_path):
+    rng = np.random.default_rng(0)
+    large = rng.integers(0, 255, (9 << 20) + 13, "u1")
+    strided = rng.standard_normal((600, 700))[::2, ::3]
+    state = {"large": large, "strided": strided, "swapped": np.arange(9000, dtype=">f8")}
+    shardkeep.save(state, tmp_path / "0")
+    result = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", memory_budget=8 << 20)
+    assert result.stats["bytes"] == 0
+    assert_holds(tmp_path / "1", {**state, "swapped": state["swapped"].astype("<f8")})
+    large[-1] ^= 1
+    shardkeep.save(state, tmp_path / "2", base=tmp_path / "1")
+    assert_holds(tmp_path / "2", {**state, "swapped": state["swapped"].astype("<f8")})
+
+
+def sharded_state(rank, world, frozen, moving):
+    rows = len(frozen) // world
+    mine = slice(rank * rows, (rank + 1) * rows)
+    return {
+        "frozen": ShardedArray.from_local(frozen[mine], (rank * rows, 0), frozen.shape),
+        "moving": ShardedArray.from_local(moving[mine], (rank * rows, 0), moving.shape),
+        "step": int(moving[0, 0]),
+    }
+
+
+@pytest.mark.parametrize("worlds", [(2, 2), (2, 4), (4, 1)])
+def test_several_ranks(tmp_path, worlds):
+    frozen = np.random.default_rng(0).standard_normal((64, 900))
+    moving = np.ones((64, 20))
+
+    def save(path, world, base):
+        def work(coordinator):
+            state = sharded_state(coordinator.rank, world, frozen, moving)
+            return shardkeep.save(state, path, base=base, process_group=coordinator)
+
+        return ThreadRanks(world).run(work)
+
+    save(tmp_path / "0", worlds[0], None)
+    moving += 1
+    save(tmp_path / "1", worlds[1], tmp_path / "0")
+    expected = {"frozen": frozen, "moving": moving, "step": 2}
+    assert_holds(tmp_path / "1", expected)
+    kept = kept_bytes(tmp_path / "1")
+    assert (kept > frozen.nbytes) == (worlds[0] == worlds[1])  # else the boxes are others
+    shutil.rmtree(tmp_path / "0")
+    assert_holds(tmp_path / "1", expected)
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_in_the_background(tmp_path, writer):
+    state = some_state(size=400_000)
+    with shardkeep.Checkpointer(writer=writer) as keeper:
+        keeper.async_save(state, tmp_path / "0").result()
+        for step in range(1, 4):
+            state["w00"] = state["w00"] + 1
+            state["step"] = step
+            handle = keeper.async_save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
+            result = handle.result()
+            assert result.stats["bytes"] < 500_000
+            assert_holds(tmp_path / str(step), state)
+    for step in range(3):
+        shutil.rmtree(tmp_path / str(step))
+    assert_holds(tmp_path / "3", state)
+
+
+def test_a_snapshot_that_changes_nothing_is_warned_of(tmp_path, caplog):
+    state = some_state()
+    with shardkeep.Checkpointer() as keeper:
+        keeper.async_save(state, tmp_path / "0").result()
+        keeper.async_save(state, tmp_path / "1", base=tmp_path / "0").result()
+        assert "bit-equal" in caplog.text
+        caplog.clear()
+        state["w00"] += 1
+        keeper.async_save(state, tmp_path / "2", base=tmp_path / "1").result()
+        assert "bit-equal" not in caplog.text
+
+
+# --- a base that is of no use
+
+
+def test_no_base(tmp_path, caplog):
+    state = some_state()
+    with caplog.at_level(logging.WARNING, "shardkeep"):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert "cannot be compared with" in caplog.text
+    assert_holds(tmp_path / "1", state)
+
+
+def test_a_base_that_is_digested_otherwise(tmp_path):
+    state = some_state()
+    base = tmp_path / "0"
+    shardkeep.save(state, base, storage_writer=shardkeep.NativeWriter(base, block=4096))
+    shardkeep.save(state, tmp_path / "1", base=base)
+    assert kept_bytes(tmp_path / "1") == 0
+    assert_holds(tmp_path / "1", state)
+
+
+def test_a_base_whose_index_is_damaged(tmp_path):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    with open(tmp_path / "0" / record_of(tmp_path / "0").index.name, "r+b") as file:
+        file.seek(5000)
+        file.write(b"damaged")
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert_holds(tmp_path / "1", state)
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT])
+def test_files_that_cannot_be_linked(tmp_path, monkeypatch, number):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+
+    def refuse(self, other, old, new):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(LocalStore, "link_from", refuse)
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert kept_bytes(tmp_path / "1") == 0
+    assert_holds(tmp_path / "1", state)
+
+
+def test_a_base_that_is_replaced_meanwhile(tmp_path, monkeypatch):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    real = shardkeep.NativeWriter.share_data
+
+    def share_late(self, told, metadata):
+        monkeypatch.undo()
+        other = {key: value * 2 for key, value in state.items()}
+        shardkeep.save(other, tmp_path / "0", overwrite=True)
+        return real(self, told, metadata)
+
+    monkeypatch.setattr(shardkeep.NativeWriter, "share_data", share_late)
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert kept_bytes(tmp_path / "1") == 0
+    assert_holds(tmp_path / "1", state)
+
+
+def test_other_storages_refuse_a_base(tmp_path):
+    class Other(shardkeep.StorageWriter):
+        def __getattr__(self, name):
+            raise AssertionError(name)
+
+    Other.__abstractmethods__ = frozenset()
+    Other.reset = lambda self, checkpoint_id=None: None
+    with pytest.raises(ValueError, match="base"):
+        shardkeep.save({"a": 1}, tmp_path / "1", storage_writer=Other(), base=tmp_path / "0")
+
+
+# --- nothing is lost
+
+
+def test_damage_in_a_kept_file_is_found_and_named(tmp_path):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    state["w00"] += 1
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    (kept,) = [row for row in record_of(tmp_path / "1").files if row.kept]
+    data = bytearray((tmp_path / "1" / kept.name).read_bytes())
+    at = data.index(state["w07"].tobytes())
+    data[at + 100] ^= 1
+    (tmp_path / "1" / kept.name).write_bytes(data)
+    with pytest.raises(CorruptionError, match="w07"), shardkeep.open(tmp_path / "1") as found:
+        found.state_dict()
+    assert not shardkeep.verify(tmp_path / "1").ok
+
+
+def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    before = os.listdir(tmp_path / "0" / "data")
+
+    def fail(self, plan, planner):
+        raise OSError(errno.EIO, "no more")
+
+    monkeypatch.setattr(shardkeep.NativeWriter, "write_data", fail)
+    with pytest.raises(OSError, match="no more"):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert os.listdir(tmp_path / "1" / "data") == []
+    assert os.listdir(tmp_path / "0" / "data") == before
+    assert_holds(tmp_path / "0", state)
+
+
+KILLED = """
+    import os, sys
+    import numpy as np
+    import shardkeep
+
+    root, = sys.argv[1:]
+    state = {"w": np.arange(100_000), "step": 1}
+    shardkeep.NativeWriter.write_data = lambda self, plan, planner: os.kill(os.getpid(), 9)
+    shardkeep.save(state, root + "/1", base=root + "/0")
+"""
+
+
+def test_what_a_killed_save_linked_is_collected(tmp_path):
+    state = {"w": np.arange(100_000), "step": 0}
+    shardkeep.save(state, tmp_path / "0")
+    subprocess.run([sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)], check=False)
+    linked = [name for name in os.listdir(tmp_path / "1" / "data") if "-k" in name]
+    assert len(linked) == 1
+    kept = collect_garbage(LocalStore(tmp_path / "1"))
+    assert kept.removed == ()  # it may be alive
+    collect_garbage(LocalStore(tmp_path / "1"), stale_s=0)
+    assert os.listdir(tmp_path / "1" / "data") == []
+    assert_holds(tmp_path / "0", state)
+    shardkeep.save({**state, "step": 1}, tmp_path / "1", base=tmp_path / "0")
+    assert_holds(tmp_path / "1", {**state, "step": 1})
