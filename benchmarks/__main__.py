@@ -1,4 +1,4 @@
-"""`python -m benchmarks io|small|reshard|device|async|plan`; each has `--help`."""
+"""`python -m benchmarks io|small|reshard|device|async|incremental|plan`; each has `--help`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ BENCHMARKS = {
     "reshard": "resharding",
     "device": "accelerator",
     "async": "background_saves",
+    "incremental": "incremental",
     "plan": "plan",
 }
 """Command to module."""

@@ -61,6 +61,7 @@ def test_what_did_not_change_is_not_written(tmp_path):
         state["step"] = step
         result = shardkeep.save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
         assert result.stats["bytes"] < 0.06 * whole + 8192
+        assert result.stats["kept_bytes"] == 38 * 40_000
         assert result.nbytes == sum(v.nbytes for v in state.values() if hasattr(v, "nbytes"))
         assert_holds(tmp_path / str(step), state)
     shutil.rmtree(tmp_path / "0")
@@ -148,6 +149,44 @@ def test_any_changes(tmp_path, steps, back, budget):
     for step in range(len(states) - 1):
         shutil.rmtree(root / str(step))
         assert_holds(root / str(len(states) - 1), states[-1])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"step": 1}, {"step": 2}),
+        ({"step": 1}, {"step": 2, "w": np.ones(3)}),
+        ({"w": np.ones(3)}, {"step": 2}),
+        ({"other": np.ones(3)}, {"w": np.ones(3)}),
+        ({"w": np.array(3.0), "e": np.zeros((0, 2))}, {"w": np.array(3.0), "e": np.zeros((0, 2))}),
+    ],
+)
+def test_nothing_to_compare(tmp_path, before, after):
+    shardkeep.save(before, tmp_path / "0")
+    shardkeep.save(after, tmp_path / "1", base=tmp_path / "0")
+    assert_holds(tmp_path / "1", after)
+
+
+def test_torch_tensors(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {
+        "half": torch.randn(300, 50).to(torch.bfloat16),
+        "turned": torch.randn(200, 90).t(),
+        "tied": torch.ones(5),
+        "flags": torch.rand(999) > 0.5,
+        "large": torch.randn(3 << 20),
+    }
+    state["again"] = state["tied"]
+    shardkeep.save(state, tmp_path / "0")
+    result = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert result.stats["bytes"] == 0
+    state["large"][-1] += 1
+    state["turned"][3, 5] += 1
+    shardkeep.save(state, tmp_path / "2", base=tmp_path / "1")
+    assert shardkeep.verify(tmp_path / "2").ok
+    target = {key: torch.zeros_like(value) for key, value in state.items()}
+    shardkeep.load(target, tmp_path / "2")
+    assert all(torch.equal(target[key], value) for key, value in state.items())
 
 
 def test_large_and_strided_chunks_are_compared(tmp_path):

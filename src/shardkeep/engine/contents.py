@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, HostSource, Source
+from shardkeep.arrays import Source
 from shardkeep.columns import Column, Ints
-from shardkeep.engine.arriving import ArrivingSource
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests
-from shardkeep.engine.filling import plain_memory
 from shardkeep.engine.parallel import run_in_order
+from shardkeep.memory import Addresses
 
-__all__ = ["digest_contents"]
+__all__ = ["Contents", "digest_contents"]
 
 TOGETHER = 256
 """Chunks that one thread takes at a time, at most."""
@@ -23,10 +24,22 @@ PART = 4 << 20
 """Bytes that one thread takes at a time, about."""
 
 
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """Chunks, and how their elements are found while the state stands still."""
+
+    nbytes: Ints
+    """Of each."""
+    itemsize: Ints
+    """Bytes of an element of each."""
+    address: Addresses
+    """Where each lies in host memory as it is stored; 0 where it does not."""
+    sources: Callable[[int, int], Sequence[Source]]
+    """Gives the elements of chunks [low, high), on any thread."""
+
+
 def digest_contents(
-    nbytes: Ints,
-    itemsize: Ints,
-    sources: Callable[[int, int], Sequence[Source]],
+    chunks: Contents,
     *,
     algorithm: Algorithm,
     pool: BufferPool,
@@ -37,22 +50,32 @@ def digest_contents(
 
     Memory of the host is digested where it is; the rest comes by way of the pool's buffers.
     """
-    digests = ContentDigests(algorithm, nbytes)
+    digests = ContentDigests(algorithm, chunks.nbytes)
 
     def work(task: tuple[int, int, int, int]) -> None:
         first, last, low, high = task
-        for row, source in zip(range(first, last), sources(first, last), strict=True):
-            end = min(high, int(nbytes[row]))
-            _digest_part(digests, row, source, int(itemsize[row]), low, end, pool)
+        if chunks.address[first]:
+            ends = np.minimum(chunks.nbytes[first:last], high).tolist()
+            places = (chunks.address[first:last] + np.uint64(low)).tolist()
+            parts = [_memory(at, end - low) for at, end in zip(places, ends, strict=True)]
+            digests.add_run(first, [low] * len(parts), parts)
+        else:
+            for row, source in zip(range(first, last), chunks.sources(first, last), strict=True):
+                end = min(high, int(chunks.nbytes[row]))
+                _digest_part(digests, row, source, int(chunks.itemsize[row]), low, end, pool)
         progress(0)
 
-    run_in_order(_tasks(nbytes), work, min(threads, pool.threads))
+    run_in_order(_tasks(chunks), work, min(threads, pool.threads))
     return digests.results()
 
 
-def _tasks(nbytes: Ints) -> Iterator[tuple[int, int, int, int]]:
-    """Chunks [first, last), and which bytes [low, high) of them: all, or a part of one."""
+def _tasks(chunks: Contents) -> Iterator[tuple[int, int, int, int]]:
+    """Chunks [first, last), all in memory or none, and which bytes [low, high) of them: all, or a
+    part of one."""
+    nbytes = chunks.nbytes
     ends = np.cumsum(nbytes)
+    known = chunks.address != 0
+    turns = np.flatnonzero(known[1:] != known[:-1]) + 1
     row = 0
     while row < len(nbytes):
         length = int(nbytes[row])
@@ -61,10 +84,17 @@ def _tasks(nbytes: Ints) -> Iterator[tuple[int, int, int, int]]:
                 yield row, row + 1, low, low + PART
             row += 1
             continue
-        most = ends[row] - length + PART
-        last = min(int(np.searchsorted(ends, most, "right")), row + TOGETHER)
+        last = min(int(np.searchsorted(ends, ends[row] - length + PART, "right")), row + TOGETHER)
+        turn = int(np.searchsorted(turns, row, "right"))
+        if turn < len(turns):
+            last = min(last, int(turns[turn]))
         yield row, last, 0, PART
         row = last
+
+
+def _memory(address: int, nbytes: int) -> memoryview:
+    """Host memory that somebody holds."""
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 
 def _digest_part(
@@ -76,22 +106,9 @@ def _digest_part(
     high: int,
     pool: BufferPool,
 ) -> None:
-    memory = _memory(source, low, high)
-    if memory is not None:
-        digests.add_run(row, [low], [memory.data])
-        return
     with pool.buffer() as buffer:
         for begin in range(low, high, len(buffer)):
             end = min(begin + len(buffer), high)
             out = buffer[: end - begin]
             source.read_into(begin // itemsize, end // itemsize, out)
             digests.add_run(row, [begin], [out.data])
-
-
-def _memory(source: Source, low: int, high: int) -> Bytes | None:
-    """The bytes [low, high) of a chunk as they are stored, where they lie like that."""
-    if isinstance(source, ArrivingSource):
-        source.arriving.wait(source.start + low, source.start + high)
-        source = HostSource(source.array)
-    array = plain_memory(source)
-    return None if array is None else array.reshape(-1).view(np.uint8)[low:high]

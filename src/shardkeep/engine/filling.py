@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkeep.arrays import (
     SMALL_STAGED,
@@ -24,7 +23,7 @@ from shardkeep.arrays import (
 )
 from shardkeep.columns import Ints
 
-__all__ = ["SMALL", "Chunks", "Filler", "plain_memory"]
+__all__ = ["SMALL", "Chunks", "Filler"]
 
 SMALL = 32 << 10
 """Chunks up to this size are copied many at a time: below it, a copy costs less than its call."""
@@ -108,11 +107,11 @@ class Filler:
 _LITTLE = sys.byteorder == "little"
 
 
-def plain_memory(source: Source) -> npt.NDArray[np.generic] | None:
+def _plain_memory(source: Source, nbytes: int) -> object | None:
     """The source's own memory, where it is exactly the bytes to be stored; else None."""
     if type(source) is HostSource:
         array = source.array
-        if array.flags.c_contiguous and array.dtype.isnative and _LITTLE:
+        if array.flags.c_contiguous and array.nbytes == nbytes and array.dtype.isnative and _LITTLE:
             return array
     return None
 
@@ -129,9 +128,7 @@ class _Batch:
 
     def add(self, source: Source, at: int, nbytes: int) -> bool:
         """Take a chunk that goes to this place; False if it must be copied by itself."""
-        plain = plain_memory(source) if nbytes <= SMALL else None
-        if plain is not None and plain.nbytes != nbytes:
-            plain = None
+        plain = _plain_memory(source, nbytes) if nbytes <= SMALL else None
         staged = (
             plain is None
             and self._staging is not None

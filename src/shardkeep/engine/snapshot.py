@@ -24,7 +24,7 @@ from shardkeep.engine.arriving import ArrivingSource, arriving_sources
 from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
-from shardkeep.memory import Addresses
+from shardkeep.memory import Addresses, address_of
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
@@ -301,6 +301,12 @@ class StagedPlanner(SavePlanner):
     def places(self, rows: Ints) -> Ints:
         """Where in the arena chunks of the plan lie."""
         return self.snapshot.held.start[self._place[rows]]
+
+    def addresses(self, items: WriteItems, rows: Ints) -> Addresses:
+        """In the arena; waits for all of it."""
+        self.snapshot.wait()
+        places: Addresses = self.places(rows).astype(np.uint64)
+        return places + np.uint64(address_of(self.snapshot.memory))
 
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """Chunks of the plan, in the arena; waits for small ones."""

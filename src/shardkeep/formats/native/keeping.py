@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,10 +21,9 @@ import numpy.typing as npt
 
 from shardkeep.columns import Boxes, Ints, narrow, pack, unpack
 from shardkeep.engine.budget import BufferPool
-from shardkeep.engine.contents import digest_contents
+from shardkeep.engine.contents import Contents, digest_contents
 from shardkeep.engine.digests import Algorithm
 from shardkeep.errors import CheckpointError
-from shardkeep.formats.native.files import coordinates
 from shardkeep.formats.native.layout import (
     Layout,
     Limits,
@@ -36,7 +36,7 @@ from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import FileRow, Record
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore
-from shardkeep.tables import StateColumns
+from shardkeep.tables import StateColumns, TensorTable
 
 __all__ = ["MOST_FILES", "Same", "compare", "join", "keep_files", "without_kept", "worth_keeping"]
 
@@ -112,15 +112,15 @@ def compare(
             return NOTHING
         save_id = base.record.save_id
     rows = found.row
-    nbytes = items.chunks.nbytes(items.tensors)[rows]
-    digests = digest_contents(
-        nbytes,
+    planner.check_sources(items, rows)
+    contents = Contents(
+        items.chunks.nbytes(items.tensors)[rows],
         items.tensors.itemsize[items.chunks.tensor[rows]],
+        planner.addresses(items, rows),
         lambda first, last: planner.sources(items, rows[first:last]),
-        algorithm=algorithm,
-        pool=pool,
-        threads=threads,
-        progress=progress,
+    )
+    digests = digest_contents(
+        contents, algorithm=algorithm, pool=pool, threads=threads, progress=progress
     )
     theirs = np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)
     same = (digests == theirs).all(axis=1)
@@ -129,31 +129,68 @@ def compare(
 
 def _candidates(base: NativeReader, items: WriteItems) -> Same:
     """Chunks that the base has the same box of, in a tensor of the same name, type and shape."""
-    ours, theirs = items.tensors, base.index.tensors
-    to_base = np.full(len(ours), -1)
-    for tensor in np.unique(items.chunks.tensor).tolist():
-        row = theirs.row_of.get(ours.names[tensor], -1)
-        if (
-            row >= 0
-            and theirs.alias_of[row] < 0
-            and ours.shape(tensor) == theirs.shape(row)
-            and ours.dtype(tensor) is theirs.dtype(row)
-        ):
-            to_base[tensor] = row
-    known = np.unique(to_base[to_base >= 0])
-    chunks, _ = base.index.chunks_among(known)
+    to_base = _same_tensors(items.tensors, base.index.tensors)
+    chunks, _ = base.index.chunks_among(np.unique(to_base[to_base >= 0]))
     assert chunks.file is not None
     assert chunks.start is not None
-    places = dict(zip(_keys(chunks.tensor, chunks.boxes), range(len(chunks)), strict=True))
-    wanted = _keys(to_base[items.chunks.tensor], items.chunks.boxes)
-    at = np.array([places.get(key, -1) for key in wanted], np.int64)
-    rows = np.flatnonzero(at >= 0)
-    return Same(rows, chunks.file[at[rows]], chunks.start[at[rows]])
+    if not len(chunks):
+        return NOTHING
+    wanted = np.flatnonzero(to_base[items.chunks.tensor] >= 0)
+    tensor, boxes = to_base[items.chunks.tensor[wanted]], items.chunks.boxes.take(wanted)
+    marks, theirs = _marks(tensor, boxes), _marks(chunks.tensor, chunks.boxes)
+    order = np.argsort(theirs)
+    at = order[np.minimum(np.searchsorted(theirs[order], marks), len(theirs) - 1)]
+    same = (theirs[at] == marks) & (chunks.tensor[at] == tensor)
+    rows, at = wanted[same], at[same]
+    equal = _equal_boxes(items.chunks.boxes.take(rows), chunks.boxes.take(at))
+    return Same(rows[equal], chunks.file[at[equal]], chunks.start[at[equal]])
 
 
-def _keys(tensor: Ints, boxes: Boxes) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """A chunk by its tensor and its box."""
-    return zip(tensor.tolist(), *coordinates(boxes), strict=True)
+def _same_tensors(ours: TensorTable, theirs: TensorTable) -> Ints:
+    """For each tensor, the row that is stored under its name with its type and shape; or -1."""
+    find = theirs.row_of.get
+    row = np.array([find(name, -1) for name in ours.names], np.int64)
+    pairs = zip(range(len(row)), row.tolist(), strict=True)
+    for tensor, there in pairs:
+        if there >= 0 and not (
+            theirs.alias_of[there] < 0
+            and ours.kinds[ours.kind[tensor]].dtype == theirs.kinds[theirs.kind[there]].dtype
+            and ours.shape(tensor) == theirs.shape(there)
+        ):
+            row[tensor] = -1
+    return row
+
+
+_PRIMES = np.array(
+    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
+)
+
+
+def _marks(tensor: Ints, boxes: Boxes) -> npt.NDArray[np.uint64]:
+    """A number for each chunk, the same where tensor and box are; seldom where they are not."""
+    ndim = boxes.ndim
+    dimension = np.arange(len(boxes.offsets)) - np.repeat(boxes.start[:-1], ndim)
+    mixed = boxes.offsets.astype(np.uint64) * _PRIMES[0]
+    mixed += boxes.sizes.astype(np.uint64) * _PRIMES[1] + dimension.astype(np.uint64) * _PRIMES[2]
+    mixed ^= mixed >> np.uint64(31)
+    mixed *= _PRIMES[3]
+    mixed ^= mixed >> np.uint64(29)
+    marks: npt.NDArray[np.uint64] = _sums(mixed, boxes) + tensor.astype(np.uint64) * _PRIMES[0]
+    return marks
+
+
+def _equal_boxes(one: Boxes, two: Boxes) -> Mask:
+    """Row by row; of tensors that are alike, so that they have as many dimensions."""
+    differ = (one.offsets != two.offsets) | (one.sizes != two.sizes)
+    equal: Mask = _sums(differ.astype(np.int64), one) == 0
+    return equal
+
+
+def _sums(values: npt.NDArray[Any], boxes: Boxes) -> npt.NDArray[Any]:
+    """Over the dimensions of each box."""
+    ends = np.append(values.dtype.type(0), np.cumsum(values, dtype=values.dtype))
+    out: npt.NDArray[Any] = ends[boxes.start[1:]] - ends[boxes.start[:-1]]
+    return out
 
 
 # --- on the coordinator
@@ -256,11 +293,11 @@ def join(
     return whole, answers
 
 
-def without_kept(answer: bytes, chunks: int) -> bytes:
-    """What a rank must know of its layout: only what changed is written, of so many chunks."""
+def without_kept(answer: bytes, chunks: int) -> tuple[bytes, Ints]:
+    """What a rank must know of its layout, and which of its chunks changed and are written."""
     part = unpack(answer)
     rows = np.flatnonzero(np.unpackbits(part["changed"], count=chunks))
     files, disk_order, start = decode_rank_layout(part["layout"])
     places = np.zeros(chunks, np.int64)
     places[rows] = start
-    return encode_rank_layout(files, rows[disk_order], places)
+    return encode_rank_layout(files, rows[disk_order], places), rows

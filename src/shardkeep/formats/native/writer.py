@@ -150,6 +150,7 @@ class NativeWriter(StorageWriter):
         self._layout: Layout | None = None
         self._written: list[str] = []
         self._replaced: list[str] = []
+        self._kept = 0
         self._place = Place()
 
     @classmethod
@@ -293,8 +294,13 @@ class NativeWriter(StorageWriter):
 
     def use_shared(self, plan: SavePlan, answer: bytes) -> SavePlan:
         """Only what changed is written."""
-        chunks = len(WriteItems.of(plan.items).chunks)
-        return replace(plan, storage_data=without_kept(answer, chunks))
+        items = WriteItems.of(plan.items)
+        nbytes = items.chunks.nbytes(items.tensors)
+        message, changed = without_kept(answer, len(nbytes))
+        self._kept = int(nbytes.sum() - nbytes[changed].sum())
+        if self.progress is not None:
+            self.progress(self._kept)
+        return replace(plan, storage_data=message)
 
     # --- write
 
@@ -329,6 +335,8 @@ class NativeWriter(StorageWriter):
         if plans:
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
+        if self.base is not None:
+            self.stats["kept_bytes"] = self._kept
         features = sorted(planner.features)
         return [
             self._result(file, done, features) for file, done in zip(plans, written, strict=True)
