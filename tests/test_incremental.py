@@ -193,7 +193,13 @@ def test_large_and_strided_chunks_are_compared(tmp_path):
     rng = np.random.default_rng(0)
     large = rng.integers(0, 255, (9 << 20) + 13, "u1")
     strided = rng.standard_normal((600, 700))[::2, ::3]
-    state = {"large": large, "strided": strided, "swapped": np.arange(9000, dtype=">f8")}
+    odd = rng.integers(0, 2, (999, 2001), "u1").astype(bool)[:, ::2]
+    state = {
+        "large": large,
+        "strided": strided,
+        "odd": odd,
+        "swapped": np.arange(9000, dtype=">f8"),
+    }
     shardkeep.save(state, tmp_path / "0")
     result = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", memory_budget=8 << 20)
     assert result.stats["bytes"] == 0

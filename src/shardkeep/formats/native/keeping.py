@@ -19,10 +19,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.columns import Boxes, Ints, narrow, pack, unpack
+from shardkeep.columns import Boxes, Column, Ints, narrow, pack, unpack
 from shardkeep.engine.budget import BufferPool
-from shardkeep.engine.contents import Contents, digest_contents
+from shardkeep.engine.contents import digest_memory, digest_sources
 from shardkeep.engine.digests import Algorithm
+from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.layout import (
     Layout,
@@ -111,20 +112,49 @@ def compare(
             log.warning("all is written, as %s cannot be compared with: %s", base.root, error)
             return NOTHING
         save_id = base.record.save_id
-    rows = found.row
+    digests = _contents(
+        items,
+        planner,
+        found.row,
+        algorithm=algorithm,
+        pool=pool,
+        threads=threads,
+        progress=progress,
+    )
+    same = (digests == np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)).all(axis=1)
+    return Same(found.row[same], found.file[same], found.start[same], save_id)
+
+
+def _contents(
+    items: WriteItems,
+    planner: SavePlanner,
+    rows: Ints,
+    *,
+    algorithm: Algorithm,
+    pool: BufferPool,
+    threads: int,
+    progress: Callable[[int], None],
+) -> Column:
+    """Content digests of some chunks, as they are now."""
     planner.check_sources(items, rows)
-    contents = Contents(
-        items.chunks.nbytes(items.tensors)[rows],
-        items.tensors.itemsize[items.chunks.tensor[rows]],
-        planner.addresses(items, rows),
-        lambda first, last: planner.sources(items, rows[first:last]),
+    nbytes, address = items.chunks.nbytes(items.tensors)[rows], planner.addresses(items, rows)
+    itemsize = items.tensors.itemsize[items.chunks.tensor[rows]]
+    near, far = np.flatnonzero(address), np.flatnonzero(address == 0)
+    far = far[np.argsort(-itemsize[far], kind="stable")]  # so that no element is cut in two
+    out = np.zeros((len(rows), algorithm.size), np.uint8)
+    out[near] = digest_memory(
+        address[near], nbytes[near], algorithm=algorithm, threads=threads, progress=progress
     )
-    digests = digest_contents(
-        contents, algorithm=algorithm, pool=pool, threads=threads, progress=progress
+    end_to_end = Chunks(
+        np.cumsum(nbytes[far]) - nbytes[far],
+        nbytes[far],
+        itemsize[far],
+        lambda first, last: planner.sources(items, rows[far[first:last]]),
     )
-    theirs = np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)
-    same = (digests == theirs).all(axis=1)
-    return Same(rows[same], found.file[same], found.start[same], save_id)
+    out[far] = digest_sources(
+        end_to_end, algorithm=algorithm, pool=pool, threads=threads, progress=progress
+    )
+    return out
 
 
 def _candidates(base: NativeReader, items: WriteItems) -> Same:
