@@ -121,7 +121,8 @@ def compare(
         threads=threads,
         progress=progress,
     )
-    same = (digests == np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)).all(axis=1)
+    theirs = np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)
+    same = (digests == theirs).all(axis=1)
     return Same(found.row[same], found.file[same], found.start[same], save_id)
 
 
