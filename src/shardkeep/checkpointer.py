@@ -708,5 +708,5 @@ def _refuse_torch(given: Any, expected: type, keyword: str) -> None:
     raise TypeError(
         f"{keyword} is a {type(given).__module__}.{type(given).__qualname__}, expected a "
         f"shardkeep.{expected.__name__}; torch's own planner and storage objects do not work under "
-        "shardkeep's driver"
+        "shardkeep's driver. Under torch's driver they do: see shardkeep.torch.StorageWriter"
     )

@@ -25,7 +25,7 @@ from shardkeep.structure import TENSOR, VALUE, Structure, merge
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable, ValueTable
 from shardkeep.wording import SHOWN, faults_text, ranks_text
 
-__all__ = ["GlobalPlan", "join_plans"]
+__all__ = ["GlobalPlan", "check_tilings", "join_plans"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,7 +265,7 @@ def _join_chunks(
     rank, source = rank[order], source[order]
     declared = _check_declared(items, order, tensors, whose, group_start, rank, distinct)
     shared = _shared_chunks(items, declared, tensors, whose, group_start, rank, source, distinct)
-    _check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
+    check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
 
     stored = tensors.alias_of[whose] == NO_ALIAS
     if not stored.all():
@@ -388,7 +388,8 @@ def _box_text(tensors: TensorTable, whose: Ints, boxes: Boxes, row: int) -> str:
     return f"{tensors.names[int(whose[row])]} offsets {box.offsets} sizes {box.sizes}"
 
 
-def _check_tilings(tensors: TensorTable, whose: Ints, distinct: Boxes, rank: Ints) -> None:
+def check_tilings(tensors: TensorTable, whose: Ints, distinct: Boxes, rank: Ints) -> None:
+    """Raise unless the boxes of each tensor, sorted by tensor, cover it once."""
     seed = secrets.randbits(62)
     fine = tiled(tensors.shape_start, tensors.shapes, whose, distinct, seed)
     bad = np.flatnonzero(~fine)

@@ -277,8 +277,8 @@ class LocationColumns(Mapping[MetadataIndex, StorageLocation]):
     ) -> None:
         """`value_ranges` gives the values entry of each file: first byte and length."""
         self._state = state
-        self._files = files
-        self._value_ranges = value_ranges
+        self.files = files
+        self.ranges = value_ranges
 
     def __getitem__(self, key: MetadataIndex) -> StorageLocation:
         """Look one chunk or value up; the hint of the key is tried first."""
@@ -294,7 +294,7 @@ class LocationColumns(Mapping[MetadataIndex, StorageLocation]):
         nbytes = int(np.prod(chunks.boxes[at].sizes, dtype=np.int64)) * int(
             tensors.itemsize[stored]
         )
-        return StorageLocation(self._files[int(chunks.file[at])], int(chunks.start[at]), nbytes)
+        return StorageLocation(self.files[int(chunks.file[at])], int(chunks.start[at]), nbytes)
 
     def _value(self, key: MetadataIndex) -> StorageLocation:
         values = self._state.values_table
@@ -302,7 +302,7 @@ class LocationColumns(Mapping[MetadataIndex, StorageLocation]):
         if row is None or values.file is None or key.offset:
             raise KeyError(key)
         file = int(values.file[row])
-        return StorageLocation(self._files[file], *self._value_ranges[file])
+        return StorageLocation(self.files[file], *self.ranges[file])
 
     @staticmethod
     def _find(chunks: ChunkTable, key: MetadataIndex) -> int:

@@ -148,14 +148,16 @@ def decode(
     *,
     allow_pickle: bool = False,
     foreign: Foreign = "exact",
+    named: Callable[[str, tuple[str, ...], tuple[object, ...]], object] | None = None,
 ) -> object:
     """The value again; `FormatError` for any bytes that are not an encoding.
 
     With `foreign="plain"` torch is not imported: a Size becomes a tuple, a dtype or device its
-    name. A pickle is an `UnsafeCheckpointError` unless allowed.
+    name. A pickle is an `UnsafeCheckpointError` unless allowed. `named(type name, fields, items)`
+    builds what a named tuple becomes, in place of a tuple.
     """
     try:
-        return _Reader(allow_pickle, foreign).value(_unpack(data))
+        return _Reader(allow_pickle, foreign, named).value(_unpack(data))
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes reach many constructors; all failures mean one thing
@@ -507,11 +509,17 @@ _unpack = msgspec.msgpack.Decoder().decode
 class _Reader:
     """One `decode`: its permissions and how deep it is."""
 
-    __slots__ = ("allow_pickle", "depth", "foreign")
+    __slots__ = ("allow_pickle", "depth", "foreign", "named")
 
-    def __init__(self, allow_pickle: bool, foreign: Foreign) -> None:
+    def __init__(
+        self,
+        allow_pickle: bool,
+        foreign: Foreign,
+        named: Callable[[str, tuple[str, ...], tuple[object, ...]], object] | None,
+    ) -> None:
         self.allow_pickle = allow_pickle
         self.foreign = foreign
+        self.named = named
         self.depth = 0
 
     def value(self, node: object) -> object:
@@ -526,7 +534,11 @@ class _Reader:
         if name in _FROM_BYTES:
             return _FROM_BYTES[name](data)
         if name in _FROM_ITEMS:
-            return _FROM_ITEMS[name](*self.payload(data))
+            items = self.payload(data)
+            built = _FROM_ITEMS[name](*items)
+            if name == "namedtuple" and self.named is not None:
+                return self.named(items[0], tuple(items[1::2]), tuple(items[2::2]))
+            return built
         return self.pickled(data) if name == "pickle" else self.torch(name, data)
 
     def items(self, nodes: list[object]) -> list[object]:

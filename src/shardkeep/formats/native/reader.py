@@ -270,6 +270,11 @@ class NativeReader(StorageReader):
         for number in [n for n, held in self._held.items() if held.users == 0][: max(0, excess)]:
             self._held.pop(number).file.close()
 
+    def release(self) -> None:
+        """Let go of data files that nobody reads; the index stays open."""
+        with self._lock:
+            self._close_idle(0)
+
     def close(self) -> None:
         """Let go of all files; one that a thread still reads goes when it is done."""
         with self._lock:
@@ -312,9 +317,29 @@ class NativeReader(StorageReader):
         sinks, places = planner.sinks(items), planner.places(items)
         return self._reading(items, sinks, places, planner.staging)
 
-    def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
-        """Read every region of the plan into its sink; returns the bytes delivered."""
-        return self._finish(items, self._reading(items, sink))
+    def read_tensors(
+        self,
+        items: ReadItems,
+        sink: Callable[[int], Sink],
+        places: HostPlaces | None = None,
+        staging: Staging | None = None,
+        coordinator: Coordinator | None = None,
+        read_once: ReadOnce = "auto",
+    ) -> int:
+        """Read every region of the plan into its sink; returns the bytes delivered.
+
+        With a coordinator, on all its ranks: what several want is read by one, as in `share_reads`.
+        """
+        if coordinator is None:
+            return self._finish(items, self._reading(items, sink, places, staging))
+        reading = read_shared(
+            lambda: self._reading(items, sink, places, staging),
+            coordinator,
+            read_once,
+            checked_budget(self.memory_budget, self.ranks_on_host),
+            str(self._store.root),
+        )
+        return self._finish(items, reading)
 
     def _finish(self, items: ReadItems, reading: Reading) -> int:
         with storage_errors(f"reading {self._store.root}"):

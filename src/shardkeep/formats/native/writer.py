@@ -158,6 +158,11 @@ class NativeWriter(StorageWriter):
         """Any path; not a URL."""
         return "://" not in os.fspath(checkpoint_id)
 
+    @property
+    def digest_size(self) -> int:
+        """Bytes of a digest."""
+        return self._algorithm.size
+
     def storage_meta(self) -> StorageMeta:
         """Which save this is."""
         return StorageMeta(self.checkpoint_id, self.save_id)

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads of `torch.distributed.checkpoint` from the native format."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint import planner as dcp_planner
+from torch.distributed.checkpoint import storage as dcp_storage
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from shardkeep.coordination import Coordinator
+from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.formats.native.reader import NativeReader
+from shardkeep.groups import coordinator_for
+from shardkeep.planner import ReadItems
+from shardkeep.storage import ReadOnce
+from shardkeep.torch.neighbours import ranks_on_host, world_size
+from shardkeep.torch.objects import decode_object, stream_of
+from shardkeep.torch.reading import Targets, read_items, shared_targets
+from shardkeep.torch.stored import stored_metadata
+
+__all__ = ["StorageReader"]
+
+_TENSOR = dcp_planner.LoadItemType.TENSOR
+
+
+class StorageReader(dcp_storage.StorageReader):
+    """Reads the native format under torch's own `load`, whoever saved it.
+
+    Takes the place of `torch.distributed.checkpoint.FileSystemReader`. Every byte is checked, and
+    nothing that is stored is run.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        _extension_registry: Any = None,
+        *,
+        verify: bool = True,
+        expect_digest: str | None = None,
+        memory_budget: int | None = None,
+        read_once: ReadOnce = False,
+        process_group: Any = None,
+    ) -> None:
+        """`verify`, `expect_digest`, `memory_budget` and `read_once` as in `shardkeep.load`.
+
+        With `read_once`, ranks pass on what several of them want, over a group of our own: all
+        ranks of `process_group`, which must be the one that `load` is given, take part.
+        `_extension_registry` is torch's and changes nothing: the native format has no extensions.
+        """
+        super().__init__()
+        self.fs = FileSystem()
+        self.path = Path(path)
+        self.verify = verify
+        self.expect_digest = expect_digest
+        self.memory_budget = memory_budget
+        self.read_once = read_once
+        self.process_group = process_group
+        self.stats: dict[str, float] = {}
+        """What the last load read, as in `LoadResult.stats`."""
+        self.load_id = str(uuid.uuid4())
+        self.storage_data: Any = {}
+        self.rank: int | None = None
+        self.use_collectives = True
+        self._native: NativeReader | None = None
+        self._metadata: dcp.Metadata | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without open files."""
+        return {**self.__dict__, "_native": None, "_metadata": None, "storage_data": {}}
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where it reads."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any path; not a URL."""
+        return "://" not in os.fspath(checkpoint_id) and FileSystem.validate_checkpoint_id(
+            checkpoint_id
+        )
+
+    # --- the calls of torch's driver, in order
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load."""
+        self._native = self._metadata = None  # whoever has the metadata may still look at it
+        self.storage_data = {}
+        if checkpoint_id:
+            self.path = Path(checkpoint_id)
+        self.load_id = str(uuid.uuid4())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
+        """What is stored; chunks become objects when a planner looks at them."""
+        if kwargs.get("rank") is not None:
+            # Torch's driver asks when the checkpoint itself cannot be read; see its other error.
+            raise CheckpointNotFoundError(f"{self.path} holds no checkpoint of one rank alone")
+        self.reset()
+        native = NativeReader(
+            self.path,
+            verify=self.verify,
+            expect_digest=self.expect_digest,
+            memory_budget=self.memory_budget,
+        )
+        metadata = stored_metadata(native.read_metadata(), native.close)
+        self._native, self._metadata = native, metadata
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take this rank's place."""
+        self.storage_data = metadata.storage_data
+        self.rank = kwargs.get("rank")
+        self.use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: dcp_planner.LoadPlan) -> dcp_planner.LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[dcp_planner.LoadPlan]) -> list[dcp_planner.LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(
+        self, plan: dcp_planner.LoadPlan, planner: dcp_planner.LoadPlanner
+    ) -> torch.futures.Future[None]:
+        """Objects first: they are small, and may still refuse the load. Then all tensors."""
+        if self._native is None:
+            self.read_metadata()
+        native, held = self._native, self._metadata  # with the metadata, the index would be closed
+        self._native = self._metadata = None
+        assert native is not None
+        native.ranks_on_host = ranks_on_host(world_size())
+        try:
+            if self.read_once and world_size() > 1:
+                coordinator = coordinator_for(self.process_group)
+                with coordinator.call("load"):
+                    self._read(native, plan, planner, coordinator)
+            else:
+                self._read(native, plan, planner, None)
+        finally:
+            self.stats = dict(native.stats)
+            native.release()
+            del held
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    def _read(
+        self,
+        native: NativeReader,
+        plan: dcp_planner.LoadPlan,
+        planner: dcp_planner.LoadPlanner,
+        coordinator: Coordinator | None,
+    ) -> None:
+        items = [i for i in plan.items if i.type == _TENSOR and 0 not in i.lengths]
+        made: list[tuple[ReadItems, list[torch.Tensor], Targets]] = []
+
+        def prepare() -> None:
+            self._read_objects(native, plan, planner)
+            made.append(_targets(native, items, planner))
+
+        if coordinator is None:
+            prepare()
+        else:
+            coordinator.agree("prepare", prepare)  # or others would wait for who could not
+        read, tensors, targets = made[0]
+        native.read_tensors(
+            read, targets.sink, targets.places, targets.staging, coordinator, self.read_once
+        )
+        for item, tensor in zip(items, tensors, strict=True):
+            planner.commit_tensor(item, tensor)
+
+    def _read_objects(
+        self,
+        native: NativeReader,
+        plan: dcp_planner.LoadPlan,
+        planner: dcp_planner.LoadPlanner,
+    ) -> None:
+        items = [item for item in plan.items if item.type != _TENSOR]
+        targets = getattr(planner, "state_dict", None)
+        known = targets if isinstance(targets, dict) else {}
+
+        def deliver(at: int, data: bytes) -> None:
+            item = items[at]
+            value = decode_object(data, item.storage_index.fqn, known.get(item.dest_index.fqn))
+            planner.load_bytes(item, stream_of(value))
+
+        native.read_values([item.storage_index.fqn for item in items], deliver)
+
+
+def _targets(
+    native: NativeReader, items: list[dcp_planner.ReadItem], planner: dcp_planner.LoadPlanner
+) -> tuple[ReadItems, list[torch.Tensor], Targets]:
+    """What is read, and the planner's tensors it goes to."""
+    read = read_items(items, native.index.state)
+    tensors = [planner.resolve_tensor(item).detach() for item in items]
+    for item, tensor in zip(items, tensors, strict=True):
+        if tensor.size() != item.lengths:
+            raise AssertionError(
+                f"{item.dest_index.fqn}: the planner asks for shape {tuple(item.lengths)} and "
+                f"gives a tensor of shape {tuple(tensor.size())}: mismatch sizes"
+            )
+    targets = Targets(items, tensors, read)
+    shared_targets(items, targets.memories, native.same_content)
+    return read, tensors, targets

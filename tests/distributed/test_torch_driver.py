@@ -1,0 +1,325 @@
+"""Torch's own `save` and `load` over the native format, on real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+
+import shardkeep
+from shardkeep.testing.processes import PRELOAD, RankServer
+
+ROWS, COLUMNS = 23, 10
+
+
+@pytest.fixture(scope="module")
+def processes():
+    pytest.importorskip("torch")
+    with RankServer((*PRELOAD, "torch.distributed.checkpoint", "torch._dynamo")) as server:
+        yield server
+
+
+def whole():
+    import torch
+
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+def state(world, dim=0, factor=1.0):
+    """DTensors of both kinds, a plain tensor, values."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    return {
+        "model": {
+            "cut": distribute_tensor(whole() * factor, mesh, [Shard(dim)]),
+            "same": distribute_tensor(whole() * (factor + 1), mesh, [Replicate()]),
+            "plain": torch.full((3,), factor),
+        },
+        "step": int(factor),
+        "list": [torch.tensor(factor), {"a": "text"}],
+    }
+
+
+def check(found, world, dim, factor):
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    expected = state(world, dim, factor)
+    for name, tensor in expected["model"].items():
+        have = found["model"][name]
+        if isinstance(tensor, DTensor):
+            tensor, have = tensor.to_local(), have.to_local()
+        assert torch.equal(have, tensor), name
+    assert found["step"] == expected["step"]
+    assert found["list"][1] == {"a": "text"}
+
+
+def save(content, path, **options):
+    import torch.distributed.checkpoint as dcp
+
+    warnings.simplefilter("ignore")
+    dcp.save(content, storage_writer=shardkeep.torch.StorageWriter(path), **options)
+
+
+def load(target, path, **options):
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(target, storage_reader=shardkeep.torch.StorageReader(path), **options)
+    return target
+
+
+def save_on_ranks(rank, world, path, factor=1.0):
+    save(state(world, 0, factor), path)
+
+
+def load_on_ranks(rank, world, path, dim, factor=1.0):
+    check(load(state(world, dim, 0.0), path), world, dim, factor)
+
+
+@pytest.mark.parametrize(("ranks", "dim"), [(1, 0), (3, 1)])
+def test_resharding(processes, tmp_path, ranks, dim):
+    processes.run(4, save_on_ranks, 4, tmp_path)
+    processes.run(ranks, load_on_ranks, ranks, tmp_path, dim)
+    with shardkeep.open(tmp_path) as opened:
+        assert opened.verify().ok
+        assert opened["model.cut"][3:5].tolist() == whole()[3:5].tolist()
+        assert sorted(opened.state_dict()["model"]) == ["cut", "plain", "same"]
+
+
+def load_once_on_ranks(rank, world, path, broken):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class Failing(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item):
+            if rank == broken:
+                raise RuntimeError("this rank cannot")
+            return super().resolve_tensor(read_item)
+
+    reader = shardkeep.torch.StorageReader(path, read_once=True)
+    target = state(world, 1, 0.0)
+    try:
+        dcp.load(target, storage_reader=reader, planner=Failing())
+    except CheckpointException as error:
+        return str(error)
+    finally:
+        shardkeep.flush()
+    check(target, world, 1, 1.0)
+    return reader.stats["bytes_received"]
+
+
+def test_reading_once(processes, tmp_path):
+    processes.run(4, save_on_ranks, 4, tmp_path)
+    assert sum(processes.run(4, load_once_on_ranks, 4, tmp_path, None)) > 0
+    told = processes.run(4, load_once_on_ranks, 4, tmp_path, 2)
+    assert all("this rank cannot" in text for text in told)
+
+
+def both_ways(rank, world, path):
+    shardkeep.load(target := state(world, 1, 0.0), path / "torch")
+    check(target, world, 1, 1.0)
+    shardkeep.save(state(world, 0, 3.0), path / "ours")
+    check(load(state(world, 1, 0.0), path / "ours"), world, 1, 3.0)
+
+
+def test_both_ways_with_our_own_calls(processes, tmp_path):
+    processes.run(4, save_on_ranks, 4, tmp_path / "torch")
+    processes.run(4, both_ways, 4, tmp_path)
+
+
+def save_with_cached_plans(rank, world, path):
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    for step in range(4):
+        content = state(world, 0, float(step + 1))
+        if step == 3 and rank == 1:
+            content["more"] = step  # the plan of one rank changes, those of others do not
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        save(content, path / f"step-{step}", planner=planner)
+        check(load(state(world, 1, 0.0), path / f"step-{step}"), world, 1, step + 1.0)
+
+
+def test_cached_plans(processes, tmp_path):
+    """A cached plan carries the word of an earlier save, and this save is another."""
+    processes.run(4, save_with_cached_plans, 4, tmp_path)
+    for step in range(4):
+        with shardkeep.open(tmp_path / f"step-{step}") as opened:
+            assert opened.verify().ok
+            assert ("more" in opened.state_dict()) == (step == 3)
+
+
+def save_in_a_group(rank, path):
+    import torch
+    import torch.distributed as dist
+
+    group = dist.new_group([1, 2])
+    if rank in (1, 2):
+        save({"a": torch.full((4,), 5.0)}, path / "group", process_group=group)
+        found = load({"a": torch.zeros(4)}, path / "group", process_group=group)
+        assert found["a"].tolist() == [5.0] * 4
+    save({"a": torch.full((4,), float(rank))}, path / f"own-{rank}", no_dist=True)
+    found = load({"a": torch.zeros(4)}, path / f"own-{rank}", no_dist=True)
+    assert found["a"].tolist() == [float(rank)] * 4
+
+
+def test_groups_and_no_groups(processes, tmp_path):
+    processes.run(3, save_in_a_group, tmp_path)
+
+
+def save_with_another_coordinator(rank, path):
+    from torch.distributed.checkpoint.state_dict_saver import save_state_dict
+
+    warnings.simplefilter("ignore")
+    writer = shardkeep.torch.StorageWriter(path)
+    save_state_dict(state(3)["model"], writer, coordinator_rank=2)
+
+
+def test_another_coordinator(processes, tmp_path):
+    processes.run(3, save_with_another_coordinator, tmp_path)
+    assert shardkeep.open(tmp_path).verify().ok
+
+
+def save_alone(rank, path):
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    with pytest.raises(BaseException, match="use_collectives=False") as caught:
+        save({"a": 1}, path, use_collectives=False)
+    assert not isinstance(caught.value, CheckpointException)
+
+
+def test_without_collectives(processes, tmp_path):
+    processes.run(2, save_alone, tmp_path)
+
+
+# --- in the background
+
+
+def save_behind(rank, world, path, kind):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    warnings.simplefilter("ignore")
+    for step in (1.0, 2.0):
+        content = state(world, 0, step)
+        future = dcp.async_save(
+            content,
+            storage_writer=shardkeep.torch.StorageWriter(path),
+            async_checkpointer_type=AsyncCheckpointerType[kind],
+        )
+        content["model"]["cut"].to_local().zero_()  # the snapshot is not disturbed
+        future.result(timeout=100)
+        check(load(state(world, 1, 0.0), path), world, 1, step)
+
+
+def test_async_in_threads(processes, tmp_path):
+    processes.run(4, save_behind, 4, tmp_path, "THREAD")
+    assert shardkeep.open(tmp_path).verify().ok
+
+
+@pytest.mark.slow
+def test_async_in_processes(processes, tmp_path):
+    """Torch starts a process for each rank, and each imports torch."""
+    processes.run(2, save_behind, 2, tmp_path, "PROCESS", timeout_s=200)
+    assert shardkeep.open(tmp_path).verify().ok
+
+
+# --- what goes wrong
+
+
+def save_and_fail(rank, world, path, victim, how):
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    class Failing(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            if rank == victim and write_item.index.fqn == "model.cut":
+                if how == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise RuntimeError("this rank cannot")
+            return super().resolve_data(write_item)
+
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        save(state(world, 0, 9.0), path, planner=Failing())
+    if how == "raise":
+        assert isinstance(caught.value, CheckpointException)
+        assert list(caught.value.failures) == [victim]
+        assert "this rank cannot" in str(caught.value)
+    return True
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_fails(processes, tmp_path, victim):
+    processes.run(4, save_on_ranks, 4, tmp_path)
+    before = sorted(os.listdir(tmp_path / "data"))
+    assert processes.run(4, save_and_fail, 4, tmp_path, victim, "raise") == [True] * 4
+    processes.run(4, load_on_ranks, 4, tmp_path, 1)
+    # Torch's driver tells no storage that others have failed: what they wrote is left to `gc`.
+    shardkeep.gc(tmp_path, stale_s=0)
+    assert sorted(os.listdir(tmp_path / "data")) == before
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint.json", "data"]
+
+
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_a_rank_is_killed(processes, tmp_path, victim):
+    processes.run(4, save_on_ranks, 4, tmp_path)
+    # Torch's other ranks wait for ever for one that is gone, or see its connection close.
+    outcomes = processes.outcomes(4, save_and_fail, 4, tmp_path, victim, "kill", timeout_s=4)
+    assert outcomes[victim].died == signal.SIGKILL
+    assert not any(one.error for one in outcomes)
+    processes.run(4, load_on_ranks, 4, tmp_path, 1)
+    assert shardkeep.open(tmp_path).verify().ok
+    # And the next save is not hindered by what is left.
+    processes.run(4, save_on_ranks, 4, tmp_path, 2.0)
+    processes.run(4, load_on_ranks, 4, tmp_path, 1, 2.0)
+
+
+def save_to_own_directories(rank, path):
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from shardkeep.formats.native import writer
+
+    writer.LEASE_SEEN_S = 0.2
+    begun = time.monotonic()
+    with pytest.raises(CheckpointException, match="storage that all ranks share"):
+        save(state(2), path / f"host-{rank}")
+    assert time.monotonic() - begun < 20
+
+
+def test_directories_that_are_not_shared(processes, tmp_path):
+    processes.run(2, save_to_own_directories, tmp_path)
+    assert not list(tmp_path.rglob("checkpoint.json"))
+
+
+def save_in_sharded_tensors(rank, path):
+    import torch
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    warnings.simplefilter("ignore")
+
+    def made(fill, order):
+        spec = ChunkShardingSpec(dim=0, placements=[f"rank:{n}/cpu" for n in order])
+        tensor = sharded_tensor.zeros(spec, 10, 4)
+        for shard in tensor.local_shards():
+            low = shard.metadata.shard_offsets[0]
+            rows = torch.arange(low, low + shard.tensor.shape[0])
+            shard.tensor.copy_(rows[:, None].expand_as(shard.tensor) * fill)
+        return {"a": tensor}
+
+    save(made(1, [0, 1]), path)
+    target = load(made(0, [1, 0, 0, 1]), path)
+    for have, want in zip(
+        target["a"].local_shards(), made(1, [1, 0, 0, 1])["a"].local_shards(), strict=True
+    ):
+        assert torch.equal(have.tensor, want.tensor)
+
+
+def test_sharded_tensors(processes, tmp_path):
+    processes.run(2, save_in_sharded_tensors, tmp_path)
