@@ -1,4 +1,4 @@
-"""`python -m benchmarks io|small|reshard|device|async|incremental|plan`; each has `--help`."""
+"""`python -m benchmarks NAME`, of those below; each has `--help`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ BENCHMARKS = {
     "io": "throughput",
     "small": "small_tensors",
     "reshard": "resharding",
+    "torch-driver": "torch_driver",
     "device": "accelerator",
     "async": "background_saves",
     "incremental": "incremental",

@@ -34,8 +34,12 @@ from benchmarks.worker import counters
 from shardkeep import checkpointer
 from shardkeep.groups import flush
 from shardkeep.testing.processes import PRELOAD, RankServer
+from shardkeep.torch import StorageReader, StorageWriter
 
 SIDES = ("shardkeep", "torch DCP")
+UNDER_TORCH = "shardkeep under torch"
+"""Our storage under torch's own driver and planners; see `benchmarks/torch_driver.py`."""
+READ_ONCE = f"{UNDER_TORCH}, read once"
 MODULES = (*PRELOAD, "torch.distributed.checkpoint", "benchmarks.resharding")
 """What the server imports before it forks ranks."""
 TINY = Scenario("warm-up", 1, "rows", 1, "rows", (64, 8), 2)
@@ -73,13 +77,18 @@ def timed() -> Iterator[Part]:
 def save(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
         return dict(checkpointer.save(state, path).stats)
-    torch_save(state, storage_writer=FileSystemWriter(path))
+    kind = StorageWriter if side in (UNDER_TORCH, READ_ONCE) else FileSystemWriter
+    torch_save(state, storage_writer=kind(path))
     return {}
 
 
 def load(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
         return dict(checkpointer.load(state, path).stats)
+    if side in (UNDER_TORCH, READ_ONCE):
+        reader = StorageReader(path, read_once="auto" if side == READ_ONCE else False)
+        torch_load(state, storage_reader=reader)
+        return reader.stats
     torch_load(state, storage_reader=FileSystemReader(path))
     return {}
 
@@ -127,13 +136,17 @@ Work = Callable[[int, Scenario, list[str], str], dict[str, Part]]
 
 
 def run(
-    server: RankServer, scenario: Scenario, rounds: int, base: Path
+    server: RankServer,
+    scenario: Scenario,
+    rounds: int,
+    base: Path,
+    sides: tuple[str, ...] = SIDES,
 ) -> dict[str, dict[str, list[list[Part]]]]:
     """Side to operation to rounds to ranks."""
-    out: dict[str, dict[str, list[list[Part]]]] = {side: {"save": [], "load": []} for side in SIDES}
+    out: dict[str, dict[str, list[list[Part]]]] = {side: {"save": [], "load": []} for side in sides}
     for turn in range(rounds):
         print(f"{scenario.name}, round {turn + 1}", file=sys.stderr)
-        order = list(SIDES if turn % 2 == 0 else reversed(SIDES))
+        order = list(sides if turn % 2 == 0 else reversed(sides))
         directory = tempfile.mkdtemp(dir=base)
         try:
             steps: list[tuple[str, int, Work]] = [
@@ -142,7 +155,7 @@ def run(
             ]
             for operation, ranks, work in steps:
                 parts = server.run(ranks, work, scenario, order, directory, timeout_s=600)
-                for side in SIDES:
+                for side in sides:
                     out[side][operation].append([one[side] for one in parts])
         finally:
             shutil.rmtree(directory)
@@ -166,10 +179,15 @@ def told(rounds: list[list[Part]]) -> float | None:
     return median(sum(part.stats["bytes_read"] for part in ranks) for ranks in rounds)
 
 
-def row(scenario: Scenario, side: str, seen: dict[str, dict[str, list[list[Part]]]]) -> list[str]:
+def row(
+    scenario: Scenario,
+    side: str,
+    seen: dict[str, dict[str, list[list[Part]]]],
+    ours: str = "shardkeep",
+) -> list[str]:
     wanted = scenario.nbytes
     save_s, load_s = slowest(seen[side]["save"]), slowest(seen[side]["load"])
-    ours_save, ours_load = (slowest(seen["shardkeep"][what]) for what in ("save", "load"))
+    ours_save, ours_load = (slowest(seen[ours][what]) for what in ("save", "load"))
     loads = seen[side]["load"]
     own = told(loads)
     return [

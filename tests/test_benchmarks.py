@@ -187,7 +187,7 @@ def test_the_copy_of_a_device_is_scaled_to_all_bytes(monkeypatch):
 
 
 def test_resharding(disk):
-    from benchmarks import resharding
+    from benchmarks import resharding, torch_driver
     from benchmarks.sharded_states import Scenario
 
     from shardkeep.testing.processes import RankServer
@@ -195,6 +195,9 @@ def test_resharding(disk):
     scenario = Scenario("1 to 2", 1, "rows", 2, "columns", (70, 30), 3)
     with RankServer(resharding.MODULES) as server:
         seen = resharding.run(server, scenario, 1, disk)
+        under = resharding.run(server, scenario, 1, disk, torch_driver.SIDES)
+    for side in torch_driver.SIDES:
+        assert resharding.row(scenario, side, under, resharding.UNDER_TORCH)
     for side in resharding.SIDES:
         assert len(resharding.row(scenario, side, seen)) == len(resharding.HEADINGS)
         assert len(seen[side]["load"][0]) == 2

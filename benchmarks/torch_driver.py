@@ -1,0 +1,80 @@
+"""Under torch's own `save` and `load`: our storage beside torch's, on real gloo processes.
+
+Both sides have torch's planners and collectives. Each state is saved by some ranks and loaded by
+others, cold; rounds alternate who goes first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from dataclasses import asdict
+
+from benchmarks.report import Report, add_options
+from benchmarks.resharding import HEADINGS, MODULES, READ_ONCE, UNDER_TORCH, row, run
+from benchmarks.rounds import need_memory, scratch
+from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario
+from shardkeep.testing.processes import RankServer
+
+SIDES = (UNDER_TORCH, READ_ONCE, "torch DCP")
+WIDE = 256 * COLUMNS
+"""Columns of a tensor whose quarters of rows are longer than many blocks."""
+
+
+def scenarios(nbytes: int) -> list[Scenario]:
+    """Of about `nbytes` each."""
+
+    def large(name: str, ranks: int, load_ranks: int, load_cut: Cut = "rows") -> Scenario:
+        rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
+        count = max(1, nbytes // (rows * COLUMNS * 4))
+        return Scenario(name, ranks, "rows", load_ranks, load_cut, (rows, COLUMNS), count)
+
+    rows = max(8, nbytes // 3400 // 4 // 64)
+    wide = max(1, nbytes // (16 * WIDE * 4))
+    return [
+        large("1 to 1", 1, 1),
+        large("4 to 4, rows", 4, 4),
+        large("4 to 3, rows", 4, 3),
+        large("4 to 6, rows", 4, 6),
+        large("4 to 4, rows to columns", 4, 4, "columns"),
+        Scenario("4 to 4, rows to wide columns", 4, "rows", 4, "columns", (16, WIDE), wide),
+        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", (rows, 64), 3400),
+    ]
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks torch-driver", description=__doc__)
+    parser.add_argument("--size", type=float, default=0.5, help="of each state, in GiB")
+    parser.add_argument("--only", help="scenarios whose name has this in it")
+    add_options(parser, repeat=3)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    chosen = arguments().parse_args(argv)
+    nbytes = int(chosen.size * (1 << 30))
+    cases = [one for one in scenarios(nbytes) if not chosen.only or chosen.only in one.name]
+    need_memory(6 * max(one.nbytes for one in cases))
+    with scratch(chosen.dir, 3 * nbytes) as base, RankServer(MODULES) as server:
+        report = Report("torch-driver", base, nbytes=nbytes, repeat=chosen.repeat)
+        seen = {one.name: run(server, one, chosen.repeat, base, SIDES) for one in cases}
+        rows = [row(one, side, seen[one.name], UNDER_TORCH) for one in cases for side in SIDES]
+        report.table(
+            "Under torch's driver: saved by some ranks, loaded cold by others, medians",
+            HEADINGS,
+            rows,
+        )
+        report.finish(
+            {
+                name: {
+                    side: {
+                        operation: [[asdict(part) for part in ranks] for ranks in rounds]
+                        for operation, rounds in operations.items()
+                    }
+                    for side, operations in sides.items()
+                }
+                for name, sides in seen.items()
+            },
+            chosen.json,
+        )
