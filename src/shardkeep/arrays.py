@@ -371,9 +371,13 @@ class NotComposite:
         """Never."""
         return False
 
-    def parts(self, value: Any) -> ArrayParts:
-        """Nobody asks."""
-        raise TypeError(f"a {type(value).__qualname__} has no parts")
+    def parts(self, value: Any) -> ArrayParts | None:
+        """None are."""
+        return None
+
+    def any_composite(self, values: Sequence[Any]) -> bool:
+        """None is."""
+        return False
 
 
 class Unstepped:
@@ -473,10 +477,13 @@ class ArrayAdapter(Protocol):
         says of each whether it was changed in place since, as far as anybody counts."""
 
     def is_composite(self, kind: type) -> bool:
-        """Whether arrays of this type are stored as the arrays they are made of."""
+        """Whether arrays of this type may be stored as the arrays they are made of."""
 
-    def parts(self, value: Any) -> ArrayParts:
-        """The inner arrays of a composite array."""
+    def parts(self, value: Any) -> ArrayParts | None:
+        """The arrays that an array of such a type is stored as; None where that is itself."""
+
+    def any_composite(self, values: Sequence[Any]) -> bool:
+        """Whether any of these, which are of such a type, is stored as others. Quick."""
 
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """An array of this library over the given memory."""

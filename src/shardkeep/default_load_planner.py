@@ -12,7 +12,7 @@ from shardkeep import tree, values
 from shardkeep.arrays import HostPlaces, Sink, settle_all
 from shardkeep.dtypes import Cast, DType, can_cast
 from shardkeep.errors import MismatchError
-from shardkeep.metadata import Metadata
+from shardkeep.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from shardkeep.placing import Placing
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
 from shardkeep.rank_matching import match_per_rank
@@ -62,13 +62,17 @@ class DefaultLoadPlanner(LoadPlanner):
         self._state = state_dict
         self._metadata = metadata
         self._place = place
-        self._flat = tree.flatten(
-            state_dict, rank=place.rank, world_size=place.world_size, keep_whole=True
-        )
         stored = metadata.state_dict_metadata
         if not isinstance(stored, StateColumns):
             raise TypeError("the default load planner needs metadata over columns")
         self._stored = stored
+        self._flat = tree.flatten(
+            state_dict,
+            rank=place.rank,
+            world_size=place.world_size,
+            keep_whole=True,
+            stored_under=partial(_Under, stored, self._asked),
+        )
         there = metadata.planner_data
         if there is not None and there.same(self._flat.structure):
             self._flat.structure = there  # whose names are known
@@ -315,6 +319,35 @@ class DefaultLoadPlanner(LoadPlanner):
                 placing.put(old, restored[number], path) if number in restored else old
             )
         return tree.fill(self._state, self._flat, self.results, placing.told)
+
+
+class _Under(Mapping[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """What is stored under a name, and asked for; by the rest of the names."""
+
+    def __init__(self, stored: StateColumns, asked: Callable[[str], bool], name: str) -> None:
+        self._stored = stored
+        self._asked = asked
+        self._prefix = f"{name}." if name else ""
+
+    def __getitem__(self, rest: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        if rest not in self:
+            raise KeyError(rest)
+        return self._stored[self._prefix + rest]
+
+    def __contains__(self, rest: object) -> bool:
+        name = f"{self._prefix}{rest}"
+        # Not by looking it up: that would read where its chunks lie.
+        tensors, others = self._stored.tensors.row_of, self._stored.values_table.row_of
+        return (name in tensors or name in others) and self._asked(name)
+
+    def __iter__(self) -> Iterator[str]:
+        begin, after = self._prefix, len(self._prefix)
+        for name in self._stored:
+            if name.startswith(begin) and self._asked(name):
+                yield name[after:]
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def mismatch_error(

@@ -8,8 +8,9 @@ enough to build the very same nesting again.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from shardkeep.arrays import (
     any_sets_shard_fields,
 )
 from shardkeep.errors import MismatchError, UnsupportedValueError
+from shardkeep.metadata import BytesStorageMetadata, TensorStorageMetadata
 from shardkeep.per_rank import PerRank
 from shardkeep.structure import (
     MAX_DEPTH,
@@ -34,7 +36,7 @@ from shardkeep.structure import (
     key_identity,
 )
 
-__all__ = ["FlatState", "Stateful", "Told", "fill", "flatten"]
+__all__ = ["AwareStateful", "FlatState", "Stateful", "Stored", "Told", "fill", "flatten"]
 
 _TEXT = {str}
 SCALARS = {int, float, str, bool, type(None)}
@@ -50,6 +52,25 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], /) -> object:
         """Take back what `state_dict` gave."""
+
+
+Stored = Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
+"""What is stored, by name; of an object in a state, by the rest of the name after its own."""
+
+
+@runtime_checkable
+class AwareStateful(Stateful, Protocol):
+    """A `Stateful` that wants to know what its state is for.
+
+    What it gives to load into may depend on what there is to load; `load_state_dict` then gets that
+    very mapping, filled.
+    """
+
+    def state_to_save(self, world_size: int) -> Mapping[str, Any]:
+        """The state to save, together with so many ranks."""
+
+    def state_to_load(self, stored: Stored) -> Mapping[str, Any]:
+        """What to load into, of a checkpoint that has this to offer to it."""
 
 
 def is_stateful(value: object) -> bool:
@@ -119,22 +140,45 @@ class FlatState:
 
 
 def flatten(
-    state: object, *, rank: int = 0, world_size: int = 1, keep_whole: bool = False
+    state: object,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    keep_whole: bool = False,
+    stored_under: Callable[[str], Stored] | None = None,
 ) -> FlatState:
     """Take a state apart. `Stateful`s are asked in the order of their names, on this thread.
 
     With `keep_whole`, a `PerRank` with `resize` is one leaf, and nothing in it is asked.
+    `stored_under` says what is stored under a name, where the state is one to load into.
     """
-    states = _ask_statefuls(state, keep_whole)
+    ask = partial(_ask_to_save, world_size=world_size)
+    if stored_under is not None:
+        ask = partial(_ask_to_load, stored_under=stored_under)
+    states = _ask_statefuls(state, rank, ask, keep_whole)
     walk = _Walk(states, rank, world_size, keep_whole)
     root = walk.node(state, (), 0)
     return FlatState(Structure(root), walk.values, walk.adapters, walk.fixed, states, walk.whole)
 
 
-def _ask_statefuls(state: object, keep_whole: bool) -> States:
+def _ask_to_save(value: Any, path: Path, world_size: int) -> Any:
+    if isinstance(value, AwareStateful):
+        return value.state_to_save(world_size)
+    return value.state_dict()
+
+
+def _ask_to_load(value: Any, path: Path, stored_under: Callable[[str], Stored]) -> Any:
+    if isinstance(value, AwareStateful):
+        return value.state_to_load(stored_under(dotted(path)))
+    return value.state_dict()
+
+
+def _ask_statefuls(
+    state: object, rank: int, ask: Callable[[Any, Path], Any], keep_whole: bool
+) -> States:
     """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective."""
     states: States = {}
-    pending: list[object] = [state]
+    pending: list[tuple[Path, object]] = [((), state)]
     rounds = 0
     while pending:
         rounds += 1
@@ -143,21 +187,21 @@ def _ask_statefuls(state: object, keep_whole: bool) -> States:
                 f"state_dict() of a {type(next(reversed(states.values()))[0]).__qualname__} gives "
                 f"further objects to ask, more than {MAX_DEPTH} deep"
             )
-        found: dict[int, tuple[str, object]] = {}
-        for part in pending:
-            for path, value in find_statefuls(part, (), 0, keep_whole):
+        found: dict[int, tuple[Path, object]] = {}
+        for begin, part in pending:
+            for path, value in find_statefuls(part, begin, 0, keep_whole, rank):
                 if id(value) not in states:
-                    found.setdefault(id(value), (dotted(path), value))
+                    found.setdefault(id(value), (path, value))
         pending = []
-        for _, value in sorted(found.values(), key=lambda item: item[0]):
-            given = value.state_dict()  # type: ignore[attr-defined]
+        for path, value in sorted(found.values(), key=lambda item: dotted(item[0])):
+            given = ask(value, path)
             if not isinstance(given, Mapping):
                 raise UnsupportedValueError(
                     f"state_dict() of a {type(value).__qualname__} gave a "
                     f"{type(given).__qualname__}, expected a mapping"
                 )
             states[id(value)] = (value, given)
-            pending.append(given)
+            pending.append((path, given))
     return states
 
 
@@ -173,9 +217,17 @@ def given_state(states: States, value: object, path: Path) -> Mapping[str, Any]:
 
 
 def find_statefuls(
-    value: object, path: Path = (), depth: int = 0, keep_whole: bool = False
+    value: object,
+    path: Path = (),
+    depth: int = 0,
+    keep_whole: bool = False,
+    rank: int | None = None,
 ) -> Iterator[tuple[Path, object]]:
-    """Every `Stateful` in a value, and the path to it; asks none of them."""
+    """Every `Stateful` in a value, and the path to it; asks none of them.
+
+    What is `PerRank` has the number of its rank in the path, if that is given.
+    """
+    below = depth + 1
     if depth > MAX_DEPTH:
         return
     if type(value) is dict:
@@ -183,18 +235,19 @@ def find_statefuls(
             kind = type(child)
             # Asked here, because most dicts of a state hold arrays only.
             if kind not in SCALARS and adapter_of_type(kind) is None:  # type: ignore[arg-type]
-                yield from find_statefuls(child, (*path, key), depth + 1, keep_whole)
+                yield from find_statefuls(child, (*path, key), below, keep_whole, rank)
     elif adapter_of(value) is not None:
         return
     elif isinstance(value, PerRank):
         if value.resize is None or not keep_whole:
-            yield from find_statefuls(value.value, path, depth + 1, keep_whole)
+            own = path if rank is None else (*path, rank)
+            yield from find_statefuls(value.value, own, below, keep_whole, rank)
     elif is_split_mapping(value):
         for key, child in value.items():  # type: ignore[attr-defined]
-            yield from find_statefuls(child, (*path, key), depth + 1, keep_whole)
+            yield from find_statefuls(child, (*path, key), below, keep_whole, rank)
     elif _is_sequence(value):
         for i, child in enumerate(value):  # type: ignore[arg-type]
-            yield from find_statefuls(child, (*path, i), depth + 1, keep_whole)
+            yield from find_statefuls(child, (*path, i), below, keep_whole, rank)
     elif is_stateful(value):
         yield path, value
 
@@ -288,20 +341,23 @@ class _Walk:
         """Take the values of a dict all at once, if they are arrays, as most of a state are."""
         kinds = list(map(type, arrays))
         for kind in set(kinds):
-            if self._simple(kind) is None:
+            adapter = self._adapter(kind)
+            if adapter is None:
                 return None
+            if adapter.is_composite(kind):
+                alike = [array for array, its in zip(arrays, kinds, strict=True) if its is kind]
+                if adapter.any_composite(alike):
+                    return None
         if any_sets_shard_fields(arrays):
             return None
         self.values += arrays
         self.adapters += map(self._known.__getitem__, kinds)
         return [TENSOR] * len(arrays)
 
-    def _simple(self, kind: type) -> ArrayAdapter | None:
-        """The adapter of arrays of this type, unless they are made of others."""
+    def _adapter(self, kind: type) -> ArrayAdapter | None:
+        """The adapter of arrays of this type."""
         if kind not in self._known:
-            adapter = adapter_of_type(kind)
-            simple = adapter is not None and not adapter.is_composite(kind)
-            self._known[kind] = adapter if simple else None
+            self._known[kind] = adapter_of_type(kind)
         return self._known[kind]
 
     def _sequence(self, value: Sequence[object], path: Path, depth: int) -> Node:

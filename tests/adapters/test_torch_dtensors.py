@@ -398,7 +398,7 @@ def test_properties():
         assert found.dtype is lookup("bfloat16")
         assert found.properties.requires_grad
         assert not held(weight.detach())[0].properties.requires_grad
-        assert not adapter_of(weight).is_composite(type(weight))
+        assert adapter_of(weight).parts(weight) is None
 
 
 def test_strided_memory_and_devices(tmp_path):

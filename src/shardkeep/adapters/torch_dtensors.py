@@ -9,7 +9,6 @@ for uneven ones; so they are not asked, and a local tensor of another shape is r
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
 from typing import Any, Protocol
@@ -28,12 +27,14 @@ from shardkeep.adapters.dtensor_layout import (
     local_boxes,
     local_shape,
 )
+from shardkeep.adapters.dtensor_wrappers import Spread as _Spread
+from shardkeep.adapters.dtensor_wrappers import wrapped_parts
 from shardkeep.adapters.torch_tensors import ADAPTER as TENSORS
 from shardkeep.adapters.torch_tensors import properties_of
 from shardkeep.arrays import (
     ArrayForm,
+    ArrayParts,
     LocalTarget,
-    NotComposite,
     Sink,
     SinkPiece,
     Source,
@@ -48,7 +49,7 @@ from shardkeep.sharding import Replicate, Shard
 __all__ = ["ADAPTER"]
 
 
-class TorchDistributed(NotComposite):
+class TorchDistributed:
     """The adapter for the tensor classes of `torch.distributed`; what differs is in their kind."""
 
     def claims(self, kind: type) -> bool:
@@ -149,6 +150,19 @@ class TorchDistributed(NotComposite):
         locals_ = [part for value in values for part in _kind(value).locals(value)]
         return TENSORS.settle(locals_, wait)
 
+    def is_composite(self, kind: type) -> bool:
+        """A DTensor may be around a wrapper subclass."""
+        return _kind_of(kind) is _DTENSORS
+
+    def parts(self, value: Any) -> ArrayParts | None:
+        """Of a DTensor around a wrapper subclass: parts that are spread like it."""
+        local = value._local_tensor
+        return _DTENSORS.parts(value, local) if _is_wrapper(type(local)) else None  # type: ignore[arg-type]
+
+    def any_composite(self, values: Sequence[Any]) -> bool:
+        """Whether any local tensor is a wrapper subclass."""
+        return any(map(_is_wrapper, set(map(type, map(_LOCAL, values)))))
+
     def from_numpy(self, array: npt.NDArray[np.generic], dtype: DType) -> object:
         """A plain tensor over the same memory."""
         return TENSORS.from_numpy(array, dtype)
@@ -199,20 +213,6 @@ _SPEC_LOOKS = attrgetter(
 )
 
 # --- DTensor ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _Spread:
-    """Where in the whole tensor the local tensor of a rank lies."""
-
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    local_shape: tuple[int, ...] | None
-    """What the local tensor must have; None on a rank outside the mesh."""
-    boxes: tuple[tuple[ChunkStorageMetadata, ChunkStorageMetadata], ...]
-    """Each box in the whole tensor and in the local one."""
-    replicas: tuple[Hashable, ...]
-    """The mesh, and its ranks that hold the same boxes: equal on them and nowhere else."""
 
 
 class _Mesh:
@@ -338,6 +338,10 @@ class _DTensors:
         except Exception:
             return [None] * len(values)
 
+    def parts(self, value: Any, local: Any) -> ArrayParts:
+        """The inner tensors of its local tensor, each as a part of a whole one."""
+        return wrapped_parts(value, local, self._spread(value, "a DTensor"))
+
     def _spread(self, value: Any, where: str) -> _Spread:
         mesh = value.device_mesh
         placements = tuple([_placement(p, where) for p in value.placements])
@@ -375,6 +379,13 @@ def _placement(placement: Any, where: str) -> Placement:
     raise UnsupportedValueError(f"{where}: a DTensor with placement {placement} {advice}")
 
 
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Whether local tensors of this class are stored as the tensors they are made of."""
+    plain = kind in _PLAIN or kind.__name__ == "AsyncCollectiveTensor"
+    return not plain and hasattr(kind, "__tensor_flatten__")
+
+
 def _local(value: Any, where: str) -> torch.Tensor:
     local: Any = value._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
@@ -382,7 +393,8 @@ def _local(value: Any, where: str) -> torch.Tensor:
     if type(local) not in _PLAIN:
         raise UnsupportedValueError(
             f"{where}: the local tensor of the DTensor is a {type(local).__module__}."
-            f"{type(local).__qualname__}; only DTensors over plain tensors can be stored"
+            f"{type(local).__qualname__}, a class that does not say what it is made of "
+            "(__tensor_flatten__)"
         )
     plain: torch.Tensor = local
     return plain

@@ -39,7 +39,7 @@ from shardkeep.errors import UnsupportedValueError
 from shardkeep.memory import Memory
 from shardkeep.metadata import TensorProperties
 
-__all__ = ["ADAPTER", "properties_of"]
+__all__ = ["ADAPTER", "properties_of", "wrapper_parts"]
 
 Array = npt.NDArray[np.generic]
 
@@ -210,15 +210,15 @@ class TorchTensors:
         """A wrapper subclass that can say what it is made of."""
         return kind not in _PLAIN and hasattr(kind, "__tensor_flatten__")
 
-    def parts(self, value: Any) -> ArrayParts:
+    def parts(self, value: Any) -> ArrayParts | None:
         """Inner tensors of a wrapper subclass."""
-        names, context = value.__tensor_flatten__()
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        return ArrayParts(
-            kind,
-            {name: getattr(value, name) for name in names},
-            {"__context__": _plain_context(context)},
-        )
+        kind, names, context = wrapper_parts(value)
+        inner = {name: getattr(value, name) for name in names}
+        return ArrayParts(kind, inner, {"__context__": context})
+
+    def any_composite(self, values: Sequence[Any]) -> bool:
+        """All are."""
+        return True
 
     def from_numpy(self, array: Array, dtype: DType) -> torch.Tensor:
         """A tensor over the same memory."""
@@ -244,12 +244,26 @@ def properties_of(
     return TensorProperties(dtype, requires_grad=requires_grad, memory_format=memory_format)
 
 
-def _plain_context(context: object) -> object:
+def wrapper_parts(value: Any) -> tuple[str, Sequence[str], object]:
+    """Of a wrapper subclass: its class, the names of its inner tensors, and what else it needs."""
+    names, context = value.__tensor_flatten__()
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if any(getattr(value, name).is_meta for name in names):
+        raise UnsupportedValueError(
+            f"a {kind} on the meta device can be neither saved nor filled; give it memory first"
+        )
+    # Of torchao's optimizer states the element type is only what they say they are: a DTensor
+    # around one forgets it.
+    appearance = torch.dtype if kind.startswith("torchao.optim.") else ()
+    return kind, names, _plain_context(context, appearance)
+
+
+def _plain_context(context: object, without: Any = ()) -> object:
     """Flags, sizes and dtypes of a wrapper subclass, without the tuple types torch gives them."""
     if isinstance(context, dict):
-        return {str(key): _plain_context(item) for key, item in context.items()}
+        return {str(key): _plain_context(item, without) for key, item in context.items()}
     if isinstance(context, (list, tuple)) and not isinstance(context, torch.Size):
-        return [_plain_context(item) for item in context]
+        return [_plain_context(item, without) for item in context if not isinstance(item, without)]
     return context
 
 

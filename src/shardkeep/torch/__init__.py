@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """For programs that train with PyTorch.
 
-`StorageWriter` and `StorageReader` put the native format under torch's own driver; `to_torch` and
+`AppState` is a training state by the names of the bare model. `StorageWriter` and `StorageReader` put the native format under torch's own driver; `to_torch` and
 `from_torch` map metadata both ways.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from shardkeep.torch.app_state import AppState
 from shardkeep.torch.guarding import guard
 from shardkeep.torch.rng import RngState, rng_state
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from shardkeep.torch.storage_writer import StorageWriter as FileSystemWriter
 
 __all__ = [
+    "AppState",
     "FileSystemReader",
     "FileSystemWriter",
     "RngState",

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an optimizer keeps of a parameter once it has taken its first step.
+
+A new optimizer keeps nothing, so there is nothing to load into. PyTorch's own answer is a step with
+zero gradients and no learning rate: it counts as a step, runs every hook, and needs the gradients of
+all parameters at once. Here a stand-in of the optimizer takes that step, on stand-ins of the
+parameters, some at a time. Nothing of the program's is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardkeep.errors import UnsupportedValueError
+from shardkeep.metadata import TensorStorageMetadata
+from shardkeep.tree import Stored
+
+__all__ = ["first_states"]
+
+AT_ONCE = 64 << 20
+"""Bytes of parameters that take the step together: few enough not to matter."""
+
+Kept = dict[Any, Any]
+"""What an optimizer keeps of one parameter."""
+
+
+def first_states(
+    optimizer: torch.optim.Optimizer, wanted: Mapping[Tensor, Stored]
+) -> dict[Tensor, Kept]:
+    """What the first step would have it keep of these parameters; contents do not matter.
+
+    What is stored of each decides where the optimizer cannot take a step by itself.
+    """
+    made: dict[Tensor, Kept] = {}
+    for group in optimizer.param_groups:
+        for some in _portions([p for p in group["params"] if p in wanted]):
+            try:
+                made |= _after_step(optimizer, group, some)
+            except Exception as error:
+                made |= {p: _like_stored(optimizer, p, wanted[p], error) for p in some}
+    return made
+
+
+def _portions(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    some: list[Tensor] = []
+    nbytes = 0
+    for parameter in parameters:
+        local = getattr(parameter, "_local_tensor", parameter)
+        nbytes += local.nbytes
+        some.append(parameter)
+        if nbytes >= AT_ONCE:
+            yield some
+            some, nbytes = [], 0
+    if some:
+        yield some
+
+
+def _after_step(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[Tensor]
+) -> dict[Tensor, Kept]:
+    versions = [parameter._version for parameter in parameters]
+    with _undisturbed(parameters):
+        doubles = [_double(parameter) for parameter in parameters]
+        stand_in = _stand_in(optimizer, group, doubles)
+        type(optimizer).step(stand_in)
+    if versions != [parameter._version for parameter in parameters]:
+        raise UnsupportedValueError(
+            f"{type(optimizer).__qualname__} keeps its parameters elsewhere than in its groups, "
+            "and has changed them while its state was prepared; take a step with it, then load "
+            "everything again"
+        )
+    # A state that is not kept by parameter cannot be told apart by parameter.
+    return {
+        parameter: dict(stand_in.state.get(double, {}))
+        for parameter, double in zip(parameters, doubles, strict=True)
+    }
+
+
+def _double(parameter: Tensor) -> Tensor:
+    made = torch.nn.Parameter(torch.zeros_like(parameter.detach()), requires_grad=False)
+    made.grad = torch.zeros_like(made)
+    return made
+
+
+def _stand_in(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], doubles: list[Tensor]
+) -> Any:
+    """An optimizer of the same class and options, that knows nobody: hooks, schedulers."""
+    made: Any = object.__new__(type(optimizer))
+    made.__dict__ |= {k: v for k, v in vars(optimizer).items() if not callable(v)}
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            setattr(made, name, type(value)() if isinstance(value, dict) else OrderedDict())
+    made.state = defaultdict(dict)
+    options = {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "param_names")}
+    made.param_groups = [{**options, "params": doubles}]
+    return made
+
+
+@contextlib.contextmanager
+def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Random numbers stay where they are, and nothing is compiled for a single step."""
+    devices = sorted({p.device.index for p in parameters if p.is_cuda and p.device.index is not None})
+    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _like_stored(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, stored: Stored, error: Exception
+) -> Kept:
+    """What is stored of a parameter, where it is as large as the parameter, or one number."""
+    kept: Kept = {}
+    for key in stored:
+        what = stored[key]
+        if not isinstance(what, TensorStorageMetadata):
+            kept[key] = None
+        elif "." not in key and tuple(what.size) == tuple(parameter.shape):
+            kept[key] = torch.zeros_like(parameter.detach(), dtype=_dtype(what))
+        elif "." not in key and math.prod(what.size) == 1:
+            kept[key] = torch.zeros(what.size, dtype=_dtype(what))
+        else:
+            raise UnsupportedValueError(
+                f"{type(optimizer).__qualname__} has no state yet to load {key} into, and cannot "
+                f"take a first step by itself ({error}); take one step with it before loading"
+            ) from error
+    return kept
+
+
+def _dtype(what: TensorStorageMetadata) -> torch.dtype:
+    found: torch.dtype = getattr(torch, what.properties.dtype)
+    return found
