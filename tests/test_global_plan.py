@@ -246,19 +246,20 @@ def test_different_tensors_under_one_name(other):
         join({"w": rows(W, 0, 3)}, {"w": rows(W, 3, 6)}, {"w": rows(other, 0, 3)})
 
 
-def test_one_box_in_different_replica_sets():
-    with pytest.raises(PlanError, match=r"(?s)not replicas of each other.*w .*ranks 0, 1, 2, 3"):
-        join(
-            {"w": rows(W, 0, 6, (0, 1))},
-            {"w": rows(W, 0, 6, (0, 1))},
-            {"w": rows(W, 0, 6, (2, 3))},
-            {"w": rows(W, 0, 6, (2, 3))},
-        )
+def test_one_box_in_different_replica_sets_is_compared():
+    """FSDP over each of several tensor parallel ranks, of what is not cut among those."""
+    joined = join(
+        {"w": rows(W, 0, 6, (0, 1))},
+        {"w": rows(W, 0, 6, (0, 1))},
+        {"w": rows(W, 0, 6, (2, 3))},
+        {"w": rows(W, 0, 6, (2, 3))},
+    )
+    assert joined.shared.rank.tolist() == [0, 1, 2, 3]
 
 
-def test_declared_beside_undeclared():
-    with pytest.raises(PlanError, match=r"not replicas of each other"):
-        join({"w": rows(W, 0, 6, (0, 1))}, {"w": W})
+def test_declared_beside_undeclared_is_compared():
+    joined = join({"w": rows(W, 0, 6, (0, 1))}, {"w": W})
+    assert joined.shared.rank.tolist() == [0, 1]
 
 
 def test_declared_replicas_are_believed():

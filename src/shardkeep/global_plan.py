@@ -263,7 +263,7 @@ def _join_chunks(
     distinct, whose = boxes.take(first), tensor[first]
     del keys, tensor, boxes, first  # the largest columns there are
     rank, source = rank[order], source[order]
-    declared = _check_declared(items, order, tensors, whose, group_start, rank, distinct)
+    declared = _find_declared(items, order, group_start)
     shared = _shared_chunks(items, declared, tensors, whose, group_start, rank, source, distinct)
     check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
 
@@ -322,18 +322,16 @@ def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes:
     return np.append(np.flatnonzero(begins), len(order))
 
 
-def _check_declared(
-    items: Sequence[WriteItems],
-    order: npt.NDArray[np.intp],
-    tensors: TensorTable,
-    whose: Ints,
-    group_start: Ints,
-    rank: Ints,
-    distinct: Boxes,
+def _find_declared(
+    items: Sequence[WriteItems], order: npt.NDArray[np.intp], group_start: Ints
 ) -> npt.NDArray[np.bool_]:
-    """Which of the groups are declared replicas; all that hold one box must declare the same."""
+    """Which of the groups are declared replicas: all that hold one box declare the same.
+
+    Where they do not, as parameters that FSDP has cut and tensor parallelism has not, which lie on
+    a mesh for each of its ranks, nothing is declared that could be relied on.
+    """
     several = np.flatnonzero(np.diff(group_start) > 1)
-    declared = np.zeros(len(whose), np.bool_)
+    declared = np.zeros(len(group_start) - 1, np.bool_)
     if len(several) == 0 or any(part.local is None for part in items):
         return declared
     locals_ = [part.local for part in items if part.local is not None]
@@ -341,21 +339,8 @@ def _check_declared(
     declared[several] = replicas[order[group_start[several]]] != 0
     rows, start = ragged_rows(group_start, several)
     group = np.repeat(several, np.diff(start))
-    here, first = order[rows], order[group_start[group]]
-    differs = replicas[here] != replicas[first]
-    if differs.any():
-        faults = [
-            f"{_box_text(tensors, whose, distinct, bad)} on "
-            f"{ranks_text(rank[int(group_start[bad]) : int(group_start[bad + 1])])}"
-            for bad in np.unique(group[differs]).tolist()
-        ]
-        raise PlanError(
-            faults_text(
-                "one box is held by ranks that are not replicas of each other",
-                faults,
-                "Tensors of different meshes (pipeline stages, experts) need different names.",
-            )
-        )
+    differs = replicas[order[rows]] != replicas[order[group_start[group]]]
+    declared[group[differs]] = False
     return declared
 
 

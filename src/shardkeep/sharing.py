@@ -104,8 +104,9 @@ class Shared:
         for what, advice, some in (
             (
                 "tensors under one name differ between ranks",
-                "If each rank has its own, wrap it in shardkeep.PerRank; if they should be equal, "
-                "bring them together before saving (or pass check_replicas='off').",
+                "Parts of a model on different ranks (pipeline stages, experts) need different "
+                "names. If each rank has its own, wrap it in shardkeep.PerRank; if they should be "
+                "equal, bring them together before saving (or pass check_replicas='off').",
                 bad[bad < self.first_value],
             ),
             (

@@ -280,14 +280,27 @@ def test_one_name_on_two_meshes_is_refused_with_ranks(tmp_path):
     assert "ranks 1, 3" in str(caught.value)
 
 
-def test_a_plain_tensor_beside_a_distributed_one_is_refused(tmp_path):
+def test_one_name_on_two_meshes_may_be_one_tensor(tmp_path):
+    """What FSDP has cut and tensor parallelism has not, there being a mesh for each of its ranks."""
+
     def build():
+        mesh = DeviceMesh("cpu", [0, 2] if dist.get_rank() % 2 == 0 else [1, 3])
+        return {"w": on_mesh(torch.full((2, 3), float(dist.get_rank() // 2)), mesh, [Shard(0)])}
+
+    assert save(on_ranks(4, build), tmp_path)[0].nbytes == 4 * 3 * 4
+    with shardkeep.open(tmp_path) as saved:
+        assert saved["w"][:, 0].tolist() == [0, 0, 1, 1]
+
+
+def test_a_plain_tensor_beside_a_distributed_one_is_compared(tmp_path):
+    def build(value):
         if dist.get_rank() == 0:
             return {"w": torch.ones(3)}
-        return {"w": on_mesh(torch.ones(3), DeviceMesh("cpu", [0, 1]), [Replicate()])}
+        return {"w": on_mesh(torch.full((3,), value), DeviceMesh("cpu", [0, 1]), [Replicate()])}
 
+    save(on_ranks(2, lambda: build(1.0)), tmp_path / "same")
     with pytest.raises(PlanError, match="ranks 0, 1"):
-        save(on_ranks(2, build), tmp_path)
+        save(on_ranks(2, lambda: build(2.0)), tmp_path / "other")
 
 
 def test_ranks_outside_the_mesh_hold_nothing(tmp_path):
@@ -498,17 +511,19 @@ def test_uneven_strided_shards_made_by_hand_are_refused(tmp_path):
         save(on_ranks(6, build), tmp_path)
 
 
-def test_wrapped_and_abstract_local_tensors_are_refused(tmp_path):
-    from torch.testing._internal.two_tensor import TwoTensor
+class Opaque(torch.Tensor):
+    """A subclass that does not say what it is made of."""
 
-    def wrapped():
+
+def test_opaque_and_abstract_local_tensors_are_refused(tmp_path):
+    def opaque():
         mesh = init_device_mesh("cpu", (2,))
         tensor = on_mesh(torch.ones(2), mesh, [Shard(0)])
-        tensor._local_tensor = TwoTensor(torch.ones(2), torch.ones(2))
+        tensor._local_tensor = torch.ones(2).as_subclass(Opaque)
         return {"x": tensor}
 
-    with pytest.raises(UnsupportedValueError, match="TwoTensor"):
-        save(on_ranks(2, wrapped), tmp_path)
+    with pytest.raises(UnsupportedValueError, match="Opaque"):
+        save(on_ranks(2, opaque), tmp_path)
 
     def abstract():
         return {

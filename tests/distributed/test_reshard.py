@@ -365,8 +365,8 @@ def save_stages(rank, root, how):
     [
         ("plain", ("differ between ranks", "ranks 0, 1, 2, 3", "PerRank")),
         ("shapes", ("(4, 3) float32 on rank 0", "(3, 3) float32 on rank 2", "PerRank")),
-        ("replicated", ("not replicas of each other", "ranks 0, 1, 2, 3", "different names")),
-        ("sharded", ("not replicas of each other", "ranks 0, 2", "ranks 1, 3")),
+        ("replicated", ("differ between ranks", "ranks 0, 1, 2, 3", "different names")),
+        ("sharded", ("differ between ranks", "ranks 0, 2", "ranks 1, 3")),
     ],
 )
 def test_optimizers_of_pipeline_stages_with_equal_numbers(processes, tmp_path, how, parts):
