@@ -12,6 +12,7 @@ from shardkeep import tree, values
 from shardkeep.arrays import HostPlaces, Sink, settle_all
 from shardkeep.dtypes import Cast, DType, can_cast
 from shardkeep.errors import MismatchError
+from shardkeep.hints import mismatch_hint
 from shardkeep.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from shardkeep.placing import Placing
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItem, ReadItems
@@ -210,9 +211,13 @@ class DefaultLoadPlanner(LoadPlanner):
             tuple(skipped),
         )
         if mismatched or (self.strict and (missing or unexpected)):
-            raise mismatch_error(
+            error = mismatch_error(
                 missing if self.strict else (), unexpected if self.strict else (), mismatched
             )
+            hint = mismatch_hint(wanted, missing, unexpected)
+            if self.strict and hint is not None:
+                error.args = (f"{error}\n{hint}",)
+            raise error
         return global_plan
 
     def _names_in(self, leaves: Iterable[tuple[int, int]]) -> frozenset[str]:

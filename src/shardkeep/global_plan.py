@@ -18,6 +18,7 @@ import numpy.typing as npt
 from shardkeep.boxes import Gap, Outside, linear_starts, tiled, tiling_fault
 from shardkeep.columns import Boxes, Column, Ints, ragged_rows
 from shardkeep.errors import PlanError
+from shardkeep.hints import ranks_hint
 from shardkeep.planner import SavePlan, WriteItems
 from shardkeep.replicas import assign_writers, split_replicas
 from shardkeep.sharing import Shared
@@ -211,7 +212,7 @@ def _join_tensors(items: Sequence[WriteItems], names: _Names) -> TensorTable:
             faults_text(
                 "one name is different tensors on different ranks",
                 faults,
-                "Give them different names, or wrap them in PerRank.",
+                ranks_hint(faults, "Give them different names, or wrap them in PerRank."),
             )
         )
     # A tie counts only where every holder has it.

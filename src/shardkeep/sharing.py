@@ -18,6 +18,7 @@ import xxhash
 
 from shardkeep.columns import Ints, narrow, pack, starts, unpack
 from shardkeep.errors import PlanError
+from shardkeep.hints import ranks_hint
 from shardkeep.wording import faults_text, ranks_text
 
 __all__ = ["Share", "Shared"]
@@ -120,7 +121,7 @@ class Shared:
                     f"{self.describe(one)} on {ranks_text(self.rank[self.item == one])}"
                     for one in some.tolist()
                 ]
-                raise PlanError(faults_text(what, faults, advice))
+                raise PlanError(faults_text(what, faults, ranks_hint(faults, advice)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -211,9 +211,14 @@ TIED_LAYOUTS = {"one": (1, one), "ddp2": (2, ddp), "fsdp2x2": (2, fsdp2)}
 
 
 def groups_of(model):
-    decay = [p for p in model.parameters() if p.dim() > 1]
-    other = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": decay, "weight_decay": 0.1}, {"params": other, "weight_decay": 0.0}]
+    """Two groups; by name, because FSDP1 has flat shapes only."""
+    groups = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        groups[name.endswith("weight") and "norm" not in name].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": 0.1},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
 
 
 def adamw(model):

@@ -719,3 +719,19 @@ def test_modules_and_optimizers_themselves(tmp_path):
     train(again, into, 1)
     shardkeep.load({"model": again, "optimizer": into}, tmp_path / "a")
     assert all_bits(again, into) == all_bits(model, optimizer)
+
+
+def test_traps_of_plain_state_dicts_are_explained(tmp_path):
+    model, optimizer = built(OPTIMIZERS["adamw"])
+    train(model, optimizer)
+    shardkeep.save({"model": model, "optimizer": optimizer}, tmp_path / "a")
+    again, into = built(OPTIMIZERS["adamw"], seed=9)
+    with pytest.raises(MismatchError, match=r"optimizer under optimizer has no state.*AppState"):
+        shardkeep.load({"model": again, "optimizer": into}, tmp_path / "a")
+    for wrap, who in ((wrap_compiled, "torch.compile"), (nn.DataParallel, "Distributed")):
+        with pytest.raises(MismatchError, match=rf"{who}.*AppState"):
+            shardkeep.load({"model": wrap(again)}, tmp_path / "a")
+    shardkeep.save({"model": wrap_compiled(model)}, tmp_path / "b")
+    with pytest.raises(MismatchError, match=r"torch.compile.*AppState"):
+        shardkeep.load({"model": again.state_dict()}, tmp_path / "b")
+    assert not into.state

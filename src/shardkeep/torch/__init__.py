@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """For programs that train with PyTorch.
 
-`AppState` is a training state by the names of the bare model. `StorageWriter` and `StorageReader` put the native format under torch's own driver; `to_torch` and
-`from_torch` map metadata both ways.
+`AppState` is a training state by the names of the bare model. `StorageWriter` and `StorageReader`
+put the native format under torch's own driver; `to_torch` and `from_torch` map metadata both ways.
 """
 
 from __future__ import annotations
