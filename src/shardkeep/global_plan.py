@@ -24,7 +24,7 @@ from shardkeep.replicas import assign_writers, split_replicas
 from shardkeep.sharing import Shared
 from shardkeep.structure import TENSOR, VALUE, Structure, merge
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable, ValueTable
-from shardkeep.wording import SHOWN, faults_text, ranks_text
+from shardkeep.wording import SHOWN, faults_text
 
 __all__ = ["GlobalPlan", "check_tilings", "join_plans"]
 

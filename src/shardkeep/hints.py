@@ -82,9 +82,9 @@ def _differing(names: Iterable[str]) -> str | None:
             )
         if _STATISTICS.search(name):
             return (
-                f"{_first(name)}: each rank has seen other data. Under DistributedDataParallel those of "
-                "the first rank count: save shardkeep.torch.AppState(model, optimizer), which "
-                "takes them."
+                f"{_first(name)}: each rank has seen other data. Under DistributedDataParallel "
+                "those of the first rank count: save shardkeep.torch.AppState(model, optimizer), "
+                "which takes them."
             )
     return None
 

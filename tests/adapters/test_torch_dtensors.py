@@ -281,7 +281,7 @@ def test_one_name_on_two_meshes_is_refused_with_ranks(tmp_path):
 
 
 def test_one_name_on_two_meshes_may_be_one_tensor(tmp_path):
-    """What FSDP has cut and tensor parallelism has not, there being a mesh for each of its ranks."""
+    """What FSDP has cut and tensor parallelism has not: each of its ranks has a mesh."""
 
     def build():
         mesh = DeviceMesh("cpu", [0, 2] if dist.get_rank() % 2 == 0 else [1, 3])

@@ -8,7 +8,7 @@ import shardkeep
 
 pytest.importorskip("torch")
 
-import training  # noqa: E402
+import training
 
 STEPS, MORE = 2, 2
 
@@ -102,8 +102,6 @@ def test_goes_on(processes, saved, kind, source, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "source", "target"), sorted({*ALL} - {*QUICK})
-)
+@pytest.mark.parametrize(("kind", "source", "target"), sorted({*ALL} - {*QUICK}))
 def test_all_others(processes, saved, kind, source, target):
     go(processes, saved, kind, source, target)

@@ -16,6 +16,15 @@ from shardkeep import MismatchError, UnsupportedValueError  # noqa: E402
 from shardkeep.torch import AppState, guard  # noqa: E402
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The models are too small for more, and where others compute too, waiting takes long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Net(nn.Module):
     """A linear layer, statistics, and a parameter that nothing uses."""
 
@@ -94,9 +103,7 @@ OPTIMIZERS = {
     "sgd momentum": lambda m: torch.optim.SGD(
         m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True
     ),
-    "adagrad": lambda m: torch.optim.Adagrad(
-        m.parameters(), lr=0.1, initial_accumulator_value=0.5
-    ),
+    "adagrad": lambda m: torch.optim.Adagrad(m.parameters(), lr=0.1, initial_accumulator_value=0.5),
     "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.1, weight_decay=0.1),
     "rmsprop": lambda m: torch.optim.RMSprop(m.parameters(), momentum=0.5, centered=True),
     "nadam": lambda m: torch.optim.NAdam(m.parameters(), weight_decay=0.1),

@@ -71,9 +71,11 @@ def _of_whole(context: object, local: tuple[int, ...], whole: tuple[int, ...]) -
     if isinstance(context, (list, torch.Size)):
         if len(context) == len(local) and tuple(context) == local:
             return torch.Size(whole)
-        return context if isinstance(context, torch.Size) else [
-            _of_whole(item, local, whole) for item in context
-        ]
+        return (
+            context
+            if isinstance(context, torch.Size)
+            else [_of_whole(item, local, whole) for item in context]
+        )
     return context
 
 

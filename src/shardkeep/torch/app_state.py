@@ -199,7 +199,7 @@ def _under(part: str, name: str) -> str:
 
 def _joined(named: dict[str, Any]) -> Any:
     """What goes by names; what has none stands for itself."""
-    return named[""] if "" in named else named
+    return named.get("", named)
 
 
 def _part(joined: Any, name: str) -> Any:

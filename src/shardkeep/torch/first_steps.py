@@ -2,7 +2,7 @@
 """What an optimizer keeps of a parameter once it has taken its first step.
 
 A new optimizer keeps nothing, so there is nothing to load into. PyTorch's own answer is a step with
-zero gradients and no learning rate: it counts as a step, runs every hook, and needs the gradients of
+zero gradients and no learning rate: it counts as a step, runs every hook, and needs gradients of
 all parameters at once. Here a stand-in of the optimizer takes that step, on stand-ins of the
 parameters, some at a time. Nothing of the program's is touched.
 """
@@ -42,11 +42,24 @@ def first_states(
     made: dict[Tensor, Kept] = {}
     for group in optimizer.param_groups:
         for some in _portions([p for p in group["params"] if p in wanted]):
-            try:
-                made |= _after_step(optimizer, group, some)
-            except Exception as error:
-                made |= {p: _like_stored(optimizer, p, wanted[p], error) for p in some}
+            error, kept = _after_step(optimizer, group, some)
+            if error is not None:
+                kept = {p: _alone(optimizer, group, p, wanted[p]) for p in some}
+            made |= kept
     return made
+
+
+def _alone(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, stored: Stored
+) -> Kept:
+    """One parameter, after a step of several went wrong."""
+    error, made = _after_step(optimizer, group, [parameter])
+    kept = made[parameter]
+    if error is None:
+        return kept
+    if stored and {name.partition(".")[0] for name in stored} == set(map(str, kept)):
+        return kept  # it had made its state already
+    return _like_stored(optimizer, parameter, stored, error)
 
 
 def _portions(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -65,20 +78,24 @@ def _portions(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def _after_step(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameters: list[Tensor]
-) -> dict[Tensor, Kept]:
+) -> tuple[Exception | None, dict[Tensor, Kept]]:
+    """What went wrong, and what was kept in spite of that."""
     versions = [parameter._version for parameter in parameters]
+    failed: Exception | None = None
     with _undisturbed(parameters):
         doubles = [_double(parameter) for parameter in parameters]
         stand_in = _stand_in(optimizer, group, doubles)
-        type(optimizer).step(stand_in)
+        try:
+            type(optimizer).step(stand_in)
+        except Exception as error:
+            failed = error
     if versions != [parameter._version for parameter in parameters]:
         raise UnsupportedValueError(
             f"{type(optimizer).__qualname__} keeps its parameters elsewhere than in its groups, "
             "and has changed them while its state was prepared; take a step with it, then load "
             "everything again"
         )
-    # A state that is not kept by parameter cannot be told apart by parameter.
-    return {
+    return failed, {
         parameter: dict(stand_in.state.get(double, {}))
         for parameter, double in zip(parameters, doubles, strict=True)
     }
@@ -108,7 +125,9 @@ def _stand_in(
 @contextlib.contextmanager
 def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Random numbers stay where they are, and nothing is compiled for a single step."""
-    devices = sorted({p.device.index for p in parameters if p.is_cuda and p.device.index is not None})
+    devices = sorted(
+        {p.device.index for p in parameters if p.is_cuda and p.device.index is not None}
+    )
     with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
         yield
 

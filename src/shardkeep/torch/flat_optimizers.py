@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-import torch
-from torch import Tensor, nn
+from typing import TYPE_CHECKING, Any
 
 from shardkeep.torch import flat_parameters
 from shardkeep.torch.first_steps import Kept, first_states
 from shardkeep.torch.modules import Modules
 from shardkeep.torch.optimizers import Optimizers, Owned, on_its_device
 from shardkeep.tree import Stored
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 __all__ = ["FlatOptimizers"]
 
