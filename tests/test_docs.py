@@ -53,6 +53,18 @@ def test_there_is_something_to_run():
     assert len(PYTHON) >= 2
 
 
+PARTS = [
+    pytest.param(said.rpartition(" ")[2], code, id=name)
+    for name, said, code in blocks()
+    if said.startswith("python skip: a part of ")
+]
+
+
+@pytest.mark.parametrize(("path", "code"), PARTS)
+def test_parts_of_examples_are_parts_of_them(path, code):
+    assert code in (ROOT / path).read_text()
+
+
 def unexplained(said):
     return said not in TEXT and not RUNS.fullmatch(said) and not SKIPS.fullmatch(said)
 
