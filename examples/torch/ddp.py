@@ -5,7 +5,7 @@
 # ///
 """DistributedDataParallel: every rank has the whole model, and a part of the batch.
 
-    torchrun --nproc-per-node 2 examples/torch/ddp.py run
+torchrun --nproc-per-node 2 examples/torch/ddp.py run
 """
 
 import torch

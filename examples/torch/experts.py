@@ -5,8 +5,8 @@
 # ///
 """Expert parallelism: each rank has some of the experts, numbered over all ranks.
 
-    torchrun --nproc-per-node 4 examples/torch/experts.py run
-    torchrun --nproc-per-node 2 examples/torch/experts.py run --steps 8
+torchrun --nproc-per-node 4 examples/torch/experts.py run
+torchrun --nproc-per-node 2 examples/torch/experts.py run --steps 8
 """
 
 from typing import Any

@@ -5,7 +5,7 @@
 # ///
 """FullyShardedDataParallel, the first FSDP: parameters lie in flat ones, cut over the ranks.
 
-    torchrun --nproc-per-node 2 examples/torch/fsdp1.py run
+torchrun --nproc-per-node 2 examples/torch/fsdp1.py run
 """
 
 import torch

@@ -5,7 +5,7 @@
 # ///
 """FSDP2: every parameter is a DTensor, cut over the ranks.
 
-    torchrun --nproc-per-node 4 examples/torch/fsdp2.py run
+torchrun --nproc-per-node 4 examples/torch/fsdp2.py run
 """
 
 import torch

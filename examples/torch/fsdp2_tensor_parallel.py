@@ -5,7 +5,7 @@
 # ///
 """FSDP2 and tensor parallelism: matrices are cut twice, mostly along the same dimension.
 
-    torchrun --nproc-per-node 4 examples/torch/fsdp2_tensor_parallel.py run
+torchrun --nproc-per-node 4 examples/torch/fsdp2_tensor_parallel.py run
 """
 
 import torch

@@ -5,7 +5,7 @@
 # ///
 """HSDP: FSDP2 over a part of the ranks, and copies of that: pieces and declared replicas.
 
-    torchrun --nproc-per-node 4 examples/torch/hsdp.py run
+torchrun --nproc-per-node 4 examples/torch/hsdp.py run
 """
 
 import torch

@@ -5,7 +5,7 @@
 # ///
 """A pipeline of two stages: each rank has some of the layers, under the names of the whole model.
 
-    torchrun --nproc-per-node 2 examples/torch/pipeline.py run
+torchrun --nproc-per-node 2 examples/torch/pipeline.py run
 """
 
 import torch

@@ -5,7 +5,7 @@
 # ///
 """Tensor parallelism: matrices are cut by rows or columns, and all ranks see the whole batch.
 
-    torchrun --nproc-per-node 2 examples/torch/tensor_parallel.py run
+torchrun --nproc-per-node 2 examples/torch/tensor_parallel.py run
 """
 
 import torch

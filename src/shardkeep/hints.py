@@ -18,7 +18,7 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module": "activation checkpointing",
     "_fsdp_wrapped_module": "FullyShardedDataParallel",
 }
-_NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.")
+_NUMBERED = re.compile(r"(?:^|\.)state\.\d+\.[^.\s:]+(?=[\s:]|$)")
 _STATISTICS = re.compile(r"(?:^|\.)(?:running_mean|running_var|num_batches_tracked)\b")
 
 
@@ -82,9 +82,9 @@ def _differing(names: Iterable[str]) -> str | None:
             )
         if _STATISTICS.search(name):
             return (
-                f"{_first(name)}: each rank has seen other data. Under DistributedDataParallel "
-                "those of the first rank count: save shardkeep.torch.AppState(model, optimizer), "
-                "which takes them."
+                f"{_first(name)}: each rank has seen other data. shardkeep.torch.AppState takes "
+                "what the first rank has: under DistributedDataParallel, as that does; elsewhere "
+                "with buffers_from=..."
             )
     return None
 

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 import training  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
 from shardkeep.torch import AppState, guard  # noqa: E402
 
@@ -38,7 +39,7 @@ def statistics(rank, path):
     seen = [torch.zeros(4) for _ in range(2)]
     dist.all_gather(seen, model.module[1].running_mean)
     assert not torch.equal(*seen)
-    with pytest.raises(shardkeep.PlanError, match=r"AppState.*takes them"):
+    with pytest.raises(shardkeep.PlanError, match=r"AppState takes what the first rank has"):
         shardkeep.save({"model": model.module.state_dict()}, path / "raw")
     shardkeep.save(AppState(model, optimizer), path / "a")
     expected = step(model, optimizer, rank)
@@ -48,6 +49,14 @@ def statistics(rank, path):
     shardkeep.load(AppState(again, into), path / "a")
     assert torch.equal(again.module[1].running_mean, seen[0])
     assert step(again, into, rank) == expected
+    # Not under DDP, but data parallel all the same; and with an average, which differs as well.
+    with pytest.raises(shardkeep.PlanError, match="buffers_from"):
+        shardkeep.save(AppState(model.module), path / "b")
+    average = AveragedModel(model.module)
+    app = AppState(model.module, ema=average, buffers_from=dist.group.WORLD)
+    shardkeep.save(app, path / "b")
+    shardkeep.load(app, path / "b")
+    shardkeep.save(AppState(model, ema=AveragedModel(model.module)), path / "c")
     # Alone, a rank saves what it has.
     shardkeep.save(AppState(model), path / f"own-{rank}", no_dist=True)
     with shardkeep.open(path / f"own-{rank}") as saved:
@@ -69,6 +78,30 @@ def new_optimizer(rank, layout, path):
     shardkeep.load(again.app(), path)
     assert not any(again.optimizer.state.values())
     assert [again.step() for _ in range(2)] == expected
+
+
+def only_the_model(rank, layout, path):
+    """What is not asked for stays: the optimizer's state."""
+    job = training.Job(layout)
+    job.step()
+    shardkeep.save(job.app(), path)
+    again = training.Job(layout, seed=5)
+    again.step()
+    kept = {id(p): training.bits(s["exp_avg"]) for p, s in local_states(again.optimizer)}
+    shardkeep.load(again.app(), path, keys=["model.*"])
+    assert {id(p): training.bits(s["exp_avg"]) for p, s in local_states(again.optimizer)} == kept
+    assert kept
+
+
+def local_states(optimizer):
+    for parameter, kept in optimizer.state.items():
+        if kept:
+            yield parameter, {k: getattr(v, "_local_tensor", v) for k, v in kept.items()}
+
+
+@pytest.mark.parametrize("layout", [training.fsdp1, training.fsdp2])
+def test_only_the_model_of_a_checkpoint(processes, tmp_path, layout):
+    processes.run(2, only_the_model, layout, tmp_path / "a")
 
 
 @pytest.mark.parametrize("layout", [training.fsdp1, training.fsdp2, training.pp])

@@ -38,6 +38,10 @@ class AppState:
     `rename` gives the name in the checkpoint for a name in this process, where those of several
     ranks would be the same: experts, or stages that are numbered from 0 on every rank. It must know
     every name. `keep_options` names options of the optimizers that a load leaves alone.
+
+    Buffers, such as statistics of BatchNorm, must be equal on all ranks, unless a DDP module keeps
+    them: then those of its first rank are saved. `buffers_from` is the group to do the same for
+    where another kind of data parallelism lets them differ.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class AppState:
         extra: MutableMapping[str, Any] | None = None,
         rename: Rename | None = None,
         keep_options: Collection[str] = (),
+        buffers_from: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         """Nothing is looked at yet but the kinds of things."""
         self._modules = Modules.of(model, "model", rename)
@@ -62,6 +67,7 @@ class AppState:
         self._optimizers = {name: self._of(some) for name, some in given.items() if some}
         single = callable(getattr(schedulers, "state_dict", None))
         self._schedulers = {"": schedulers} if single else _numbered(schedulers)
+        self._buffers_from = buffers_from
         self._ema = ema
         self._ema_modules: Modules | None = None
         if isinstance(ema, nn.Module) or (_holds(ema, nn.Module) and ema):
@@ -79,8 +85,20 @@ class AppState:
         return self._collect(self._modules.state(), {})
 
     def state_to_save(self, world_size: int) -> dict[str, Any]:
-        """As `state_dict`; of buffers that DDP keeps equal, those of the first rank."""
-        return self._collect(self._modules.state_to_save(world_size), {})
+        """As `state_dict`, but for buffers of which those of another rank count."""
+        state = self.state_dict()
+        if world_size == 1:
+            return state
+        group = self._buffers_from
+        followed = list(self._modules.followed())
+        if group is not None and torch.distributed.get_rank(group) > 0:
+            followed = list(self._modules.buffers())
+        for name in followed:
+            state["model"].pop(name, None)
+        if followed and self._ema_modules is not None:
+            for name in self._ema_modules.buffers():
+                state["ema"].pop(name, None)
+        return state
 
     def state_to_load(self, stored: Stored) -> dict[str, Any]:
         """As `state_dict`, with room for all optimizer state that is stored, and for no other.

@@ -102,7 +102,8 @@ def _after_step(
 
 
 def _double(parameter: Tensor) -> Tensor:
-    made = torch.nn.Parameter(torch.zeros_like(parameter.detach()), requires_grad=False)
+    zeros = torch.zeros_like(parameter.detach())
+    made = torch.nn.Parameter(zeros, requires_grad=zeros.is_floating_point() or zeros.is_complex())
     made.grad = torch.zeros_like(made)
     return made
 

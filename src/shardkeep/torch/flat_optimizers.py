@@ -92,6 +92,8 @@ class FlatOptimizers(Optimizers):
     ) -> None:
         for number, optimizer in enumerate(self.optimizers):
             mine = [(one, kept) for one, kept in states if one.key[0] == number]
+            if not mine:
+                continue  # nobody asked
             optimizer.state.clear()
             if not any(kept for _, kept in mine):
                 continue

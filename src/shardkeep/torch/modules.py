@@ -123,26 +123,27 @@ class Modules:
         for key, value in state.items():
             yield self.name(prefix, module, key), key, value
 
-    def state_to_save(self, world_size: int) -> dict[str, Any]:
-        """The state, less what only another rank's counts of."""
-        state = self.state()
-        if world_size > 1:
-            for name in self._led_by_others():
-                state.pop(name, None)
-        return state
-
-    def _led_by_others(self) -> Iterator[str]:
-        """Buffers that DDP overwrites with those of the first rank whenever it runs."""
+    def followed(self) -> Iterator[str]:
+        """Buffers of which those of another rank count: DDP overwrites them whenever it runs."""
         for prefix, module in self.modules:
             for path, inner in module.named_modules():
-                if type(inner).__name__ != "DistributedDataParallel":
-                    continue
-                group: Any = inner.process_group
-                if not inner.broadcast_buffers or torch.distributed.get_rank(group) == 0:
-                    continue
-                begin = f"{path}." if path else ""
-                for key, _ in inner.named_buffers(remove_duplicate=False):
-                    yield self.name(prefix, module, begin + key)
+                if type(inner).__name__ == "DistributedDataParallel" and inner.broadcast_buffers:
+                    group: Any = inner.process_group
+                    if torch.distributed.get_rank(group) > 0:
+                        yield from self._buffers(prefix, module, path, inner)
+
+    def buffers(self) -> Iterator[str]:
+        """The names of all buffers."""
+        for prefix, module in self.modules:
+            yield from self._buffers(prefix, module, "", module)
+
+    def _buffers(
+        self, prefix: str, module: nn.Module, path: str, inner: nn.Module
+    ) -> Iterator[str]:
+        begin = f"{path}." if path else ""
+        for key, buffer in inner.named_buffers(remove_duplicate=False):
+            if type(buffer) in (Tensor, nn.Buffer):  # what is sharded, no other rank has
+                yield self.name(prefix, module, begin + key)
 
     def names(self) -> dict[Tensor, list[str]]:
         """Every parameter, and its names: several where it is tied."""
