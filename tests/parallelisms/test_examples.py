@@ -24,6 +24,7 @@ CHAIN = [
     ("fsdp1", 2),
     ("pipeline", 2),
 ]
+FEW = [("ddp", 2), ("tensor_parallel", 2), ("pipeline", 2)]
 APART = ["experts", "training_loop"]
 
 
@@ -56,17 +57,19 @@ def test_every_example_is_run():
     assert names == {*APART, *(name for name, _ in CHAIN)}
 
 
-def test_one_training_through_all_of_them(processes, tmp_path):
+@pytest.mark.parametrize("chain", [FEW, pytest.param(CHAIN, marks=pytest.mark.slow)])
+def test_one_training_through_several(processes, tmp_path, chain):
     """Each goes on where the one before it ended; the losses are those of one that did it all."""
     found = {}
-    for number, (name, world) in enumerate(CHAIN):
+    for number, (name, world) in enumerate(chain):
         steps = str(2 * number + 2)
         found |= go(processes, name, world, str(tmp_path / "run"), "--steps", steps)
-    last = str(2 * len(CHAIN))
+    last = str(2 * len(chain))
     expected = go(processes, "ddp", 2, str(tmp_path / "alone"), "--steps", last)
     assert found == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_experts(processes, tmp_path):
     found = go(processes, "experts", 4, str(tmp_path / "run"), "--steps", "2")
     found |= go(processes, "experts", 2, str(tmp_path / "run"), "--steps", "4")

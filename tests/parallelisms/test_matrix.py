@@ -10,7 +10,8 @@ pytest.importorskip("torch")
 
 import training
 
-STEPS, MORE = 2, 2
+STEPS, MORE = 1, 2
+"""Before the save, and after it: the second loss shows what the optimizer did."""
 
 
 def save_job(rank, layout, path, options):
@@ -75,23 +76,18 @@ def go(processes, saved, kind, source, target):
 
 
 SOME = [
-    ("fsdp2x4", "tp2"),
-    ("tp4", "fsdp2xtp"),
-    ("fsdp2xtp", "fsdp2xtp"),
     ("fsdp2xtp", "fsdp1x2"),
+    ("fsdp1x2", "fsdp2x2"),
+    ("fsdp2x2", "tp2"),
+    ("ddp2", "hsdp"),
     ("pp2", "one"),
     ("one", "pp2"),
-    ("ddp2", "fsdp2x3"),
-    ("fsdp1x2", "fsdp2x4"),
-    ("hsdp", "fsdp2x2"),
-    ("fsdp2x2", "hsdp"),
 ]
 ALL = [("plain", a, b) for a in training.LAYOUTS for b in training.LAYOUTS]
 ALL += [("experts", a, b) for a in training.EXPERT_LAYOUTS for b in training.EXPERT_LAYOUTS]
 ALL += [("tied", a, b) for a in training.TIED_LAYOUTS for b in training.TIED_LAYOUTS]
 QUICK = [("plain", *pair) for pair in SOME] + [
     ("experts", "ep4", "ep2"),
-    ("experts", "ep2", "one"),
     ("tied", "fsdp2x2", "one"),
 ]
 

@@ -632,6 +632,20 @@ def test_schedulers_by_list_and_name(make, tmp_path):
         assert schedule.get_last_lr() == expected[1].get_last_lr()
 
 
+def test_each_ranks_own_among_the_extras(tmp_path):
+    def app(model):
+        return AppState(model, extra={"rng": shardkeep.torch.rng_state(), "step": 0})
+
+    saved = app(Net())
+    saved.extra["step"] = 4
+    shardkeep.save(saved, tmp_path / "a")
+    expected = torch.rand(3).tolist()
+    loaded = app(Net(5))
+    shardkeep.load(loaded, tmp_path / "a")
+    assert torch.rand(3).tolist() == expected
+    assert loaded.extra["step"] == 4
+
+
 def test_ema_as_tensors(tmp_path):
     ema = {"w": torch.ones(3), "decay": 0.9}
     shardkeep.save(AppState(Net(), ema=ema), tmp_path / "a")
