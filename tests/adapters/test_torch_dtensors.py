@@ -511,6 +511,57 @@ def test_uneven_strided_shards_made_by_hand_are_refused(tmp_path):
         save(on_ranks(6, build), tmp_path)
 
 
+class Scaled(torch.Tensor):
+    """Numbers, and a factor for each column of them."""
+
+    @staticmethod
+    def __new__(cls, numbers, factors):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
+
+    def __init__(self, numbers, factors):
+        self.numbers, self.factors = numbers, factors
+
+    def __tensor_flatten__(self):
+        return ["numbers", "factors"], {"shape": tuple(self.shape)}
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def scaled(world, empty=False, dim=0):
+    """On a rank: its part of 4 times 4 numbers, and factors of its own."""
+    rank = dist.get_rank()
+    numbers = torch.arange(16.0).reshape(4, 4).chunk(world, dim)[rank].clone()
+    factors = torch.arange(2.0) + 10 * rank
+    if empty:
+        numbers, factors = torch.zeros_like(numbers), torch.zeros_like(factors)
+    tensor = on_mesh(torch.zeros_like(numbers), init_device_mesh("cpu", (world,)), [Shard(dim)])
+    tensor._local_tensor = Scaled(numbers, factors)
+    return {"x": tensor}
+
+
+def test_local_tensors_that_are_made_of_others(tmp_path):
+    """What has their shape is spread as they are; all else is the rank's own."""
+    save(on_ranks(2, lambda: scaled(2)), tmp_path)
+    with shardkeep.open(tmp_path) as saved:
+        assert saved["x.numbers"][...].tolist() == torch.arange(16.0).reshape(4, 4).tolist()
+        assert saved["x.factors"][...].tolist() == [[0, 1], [10, 11]]
+    targets = on_ranks(2, lambda: scaled(2, empty=True))
+    load(targets, tmp_path)
+    for target, expected in zip(targets, on_ranks(2, lambda: scaled(2)), strict=True):
+        found, whole = target["x"]._local_tensor, expected["x"]._local_tensor
+        assert torch.equal(found.numbers, whole.numbers)
+        assert torch.equal(found.factors, whole.factors)
+
+
+@pytest.mark.parametrize("other", [{"world": 4}, {"world": 2, "dim": 1}])
+def test_what_is_a_ranks_own_fits_only_the_same_layout(tmp_path, other):
+    save(on_ranks(2, lambda: scaled(2)), tmp_path)
+    with pytest.raises(MismatchError, match=r"x\.(factors|__layout__)"):
+        load(on_ranks(other["world"], lambda: scaled(**other, empty=True)), tmp_path)
+
+
 class Opaque(torch.Tensor):
     """A subclass that does not say what it is made of."""
 
