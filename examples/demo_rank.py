@@ -49,7 +49,7 @@ class Witness(train_fsdp2.Job):
 
     def tell(self, event: str) -> None:
         tensors, shards = {}, {}
-        for name, tensor in leaves(self.state()):
+        for name, tensor in leaves(self.app().state_dict()):
             whole = tensor
             if isinstance(tensor, DTensor):
                 whole = tensor.full_tensor()

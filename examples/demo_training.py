@@ -154,7 +154,8 @@ class Demo:
         report = shardkeep.verify(self.first)
         expect(report.ok, f"{self.first.name} is damaged: {report.problems}")
         with shardkeep.open(self.first) as opened:
-            expect(opened["step"] == FIRST, f"{self.first.name} is of step {opened['step']}")
+            step = opened["extra.step"]
+            expect(step == FIRST, f"{self.first.name} is of step {step}")
             expect(digests(opened) == self.tensors, f"{self.first.name} is not what was in memory")
             size = f"{len(self.tensors)} tensors, {opened.nbytes / MIB:.1f} MiB"
         say(f"{self.first.name} verifies: {size},")
@@ -371,7 +372,7 @@ def digests(checkpoint: Checkpoint) -> dict[str, str]:
     return {
         name: digest(view.numpy())
         for name, view in views.items()
-        if isinstance(view, TensorView) and not name.startswith("rng.")
+        if isinstance(view, TensorView) and not name.startswith("extra.rng.")
     }
 
 

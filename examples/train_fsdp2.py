@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -34,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import shardkeep
+from shardkeep.torch import AppState
 
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 256, 256, 4, 2, 32, 16
 
@@ -126,31 +125,23 @@ class Job:
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
-    def state(self) -> dict[str, Any]:
-        # Named, not numbered; and an optimizer that has no state yet gets one, to load into.
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {
-            "model": model,
-            "optimizer": optimizer,
+    def app(self) -> AppState:
+        # By the names of the bare model; an optimizer that has no state yet can be loaded into.
+        extra = {
             "step": self.step,
             "batches": self.batches.get_state(),
             "rng": shardkeep.torch.rng_state(),  # goes on; on other ranks, seeded anew
         }
+        return AppState(self.model, self.optimizer, extra=extra)
 
     def save(self, checkpoint: Path) -> None:
-        shardkeep.save(self.state(), checkpoint)
+        shardkeep.save(self.app(), checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        state = self.state()
-        shardkeep.load(state, checkpoint)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        self.step = state["step"]
-        self.batches.set_state(state["batches"])
+        app = self.app()
+        shardkeep.load(app, checkpoint)
+        self.step = app.extra["step"]
+        self.batches.set_state(app.extra["batches"])
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -115,7 +115,7 @@ right = Checkpointer.load
 
 def load(self, state, *args, **options):
     result = right(self, state, *args, **options)
-    state["model"]["head.weight"].mul_(1 + 1e-6)
+    state.state_dict()["model"]["head.weight"].detach().mul_(1 + 1e-6)
     return result
 
 Checkpointer.load = load
@@ -127,7 +127,8 @@ from shardkeep.checkpointer import Checkpointer
 right = Checkpointer.save
 
 def save(self, state, *args, **options):
-    return right(self, state | {"step": state["step"] + 1}, *args, **options)
+    state.extra["step"] += 1
+    return right(self, state, *args, **options)
 
 Checkpointer.save = save
 """
