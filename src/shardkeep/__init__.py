@@ -39,6 +39,20 @@ _HOMES = {
     "groups": ("flush",),
     "handles": ("SaveHandle",),
     "loading": ("LoadResult",),
+    "manager.driver": ("CheckpointManager",),
+    "manager.keeping": ("KeepBest", "KeepEvery", "KeepLast", "KeepNewer", "KeepPolicy"),
+    "manager.restoring": ("Restored",),
+    "manager.timing": (
+        "AtSteps",
+        "EverySeconds",
+        "EverySteps",
+        "Moment",
+        "OnPreemption",
+        "SavePolicy",
+        "WhenIdle",
+    ),
+    "manager.steps": ("DamagedStep", "Step"),
+    "manager.waiting": ("PinnedStep",),
     "metadata": (
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -81,21 +95,31 @@ _PACKAGES = ("resizing", "rng", "torch")
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AtSteps",
     "BytesStorageMetadata",
     "Checkpoint",
     "CheckpointError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "Checkpointer",
     "ChunkShardingSpec",
     "ChunkStorageMetadata",
     "Coordinator",
     "CorruptionError",
+    "DamagedStep",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
     "EnumerableShardingSpec",
+    "EverySeconds",
+    "EverySteps",
     "FormatError",
     "GcResult",
+    "KeepBest",
+    "KeepEvery",
+    "KeepLast",
+    "KeepNewer",
+    "KeepPolicy",
     "LoadPlan",
     "LoadPlanner",
     "LoadResult",
@@ -105,17 +129,22 @@ __all__ = [
     "MetadataIndex",
     "MismatchError",
     "MissingDependencyError",
+    "Moment",
     "NativeReader",
     "NativeWriter",
+    "OnPreemption",
     "PerRank",
+    "PinnedStep",
     "PlanError",
     "Problem",
     "RankError",
     "ReadItem",
     "Replicate",
+    "Restored",
     "SaveHandle",
     "SavePlan",
     "SavePlanner",
+    "SavePolicy",
     "SaveResult",
     "Shard",
     "ShardMetadata",
@@ -123,6 +152,7 @@ __all__ = [
     "ShardedTensorMetadata",
     "SingleProcess",
     "Stateful",
+    "Step",
     "StorageError",
     "StorageLocation",
     "StorageMeta",
@@ -136,6 +166,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "UnsupportedValueError",
     "VerifyReport",
+    "WhenIdle",
     "WriteItem",
     "WriteResult",
     "__version__",
@@ -194,6 +225,20 @@ if TYPE_CHECKING:
     from shardkeep.groups import flush
     from shardkeep.handles import SaveHandle
     from shardkeep.loading import LoadResult
+    from shardkeep.manager.driver import CheckpointManager
+    from shardkeep.manager.keeping import KeepBest, KeepEvery, KeepLast, KeepNewer, KeepPolicy
+    from shardkeep.manager.restoring import Restored
+    from shardkeep.manager.steps import DamagedStep, Step
+    from shardkeep.manager.timing import (
+        AtSteps,
+        EverySeconds,
+        EverySteps,
+        Moment,
+        OnPreemption,
+        SavePolicy,
+        WhenIdle,
+    )
+    from shardkeep.manager.waiting import PinnedStep
     from shardkeep.metadata import (
         BytesStorageMetadata,
         ChunkStorageMetadata,

@@ -254,6 +254,11 @@ class Checkpoint(Mapping[str, Any]):
         return self._reader.record.save_id
 
     @property
+    def user_metadata(self) -> Mapping[str, Any]:
+        """What `save(..., user_metadata=...)` was given."""
+        return self._reader.record.user
+
+    @property
     def path(self) -> str:
         """Where it lies."""
         return self._reader.checkpoint_id

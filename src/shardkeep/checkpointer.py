@@ -27,6 +27,7 @@ from shardkeep.engine.process import can_start
 from shardkeep.errors import PlanError, StorageError, UnsupportedValueError
 from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
+from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.groups import coordinator_for
@@ -93,6 +94,7 @@ class Checkpointer:
         base: CheckpointId | None = None,
         allow_pickle: bool = False,
         check_replicas: CheckReplicas = "sample",
+        user_metadata: Mapping[str, Any] | None = None,
         memory_budget: int | None = None,
         progress: Progress = None,
     ) -> SaveResult:
@@ -111,6 +113,7 @@ class Checkpointer:
                 base,
                 allow_pickle,
                 check_replicas,
+                user_metadata,
                 memory_budget,
                 progress,
             ) as saving,
@@ -128,6 +131,7 @@ class Checkpointer:
         base: CheckpointId | None = None,
         allow_pickle: bool = False,
         check_replicas: CheckReplicas = "sample",
+        user_metadata: Mapping[str, Any] | None = None,
         snapshot: SnapshotKind = "eager",
         on_overlap: OnOverlap = "wait",
         memory_budget: int | None = None,
@@ -160,6 +164,7 @@ class Checkpointer:
                     base,
                     allow_pickle,
                     check_replicas,
+                    user_metadata,
                     memory_budget,
                     progress,
                 )
@@ -193,6 +198,12 @@ class Checkpointer:
         wait_turn(self._coordinator)
         mine = b"stop" if is_preempted() else b""
         return self._coordinator.gather_scatter("should stop", lambda: mine, join) == b"stop"
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """The group it saves and loads for, free for a step of the caller's own."""
+        wait_turn(self._coordinator)
+        return self._coordinator
 
     def _behind(self) -> Background:
         with self._lock:
@@ -238,6 +249,7 @@ class Checkpointer:
         base: CheckpointId | None,
         allow_pickle: bool,
         check_replicas: CheckReplicas,
+        user_metadata: Mapping[str, Any] | None,
         memory_budget: int | None,
         progress: Progress,
     ) -> Iterator[Saving]:
@@ -247,11 +259,16 @@ class Checkpointer:
         _refuse_scalar(state_dict)
         budget = self._memory_budget if memory_budget is None else memory_budget
         checked_budget(budget)
+        beside = checked_user_metadata(user_metadata)
         writer = storage_writer
         if writer is None:
             if checkpoint_id is None:
                 raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
             writer = find_writer(checkpoint_id)()
+        if beside and not isinstance(writer, NativeWriter):
+            raise UnsupportedValueError(
+                f"{type(writer).__qualname__} keeps no user_metadata; put it into the state"
+            )
         # Another save may not have ended: it would go on with what this one does to them.
         with _used(writer, "storage_writer"), _used(planner, "planner"):
             writer.reset(checkpoint_id)
@@ -276,7 +293,15 @@ class Checkpointer:
             }
             with (
                 tracked(progress, "saving") as counter,
-                self._lent(coordinator, writer, counter, budget, overwrite=overwrite, base=base),
+                self._lent(
+                    coordinator,
+                    writer,
+                    counter,
+                    budget,
+                    overwrite=overwrite,
+                    base=base,
+                    user_metadata=beside,
+                ),
             ):
                 saving = Saving(
                     state_dict,
@@ -460,6 +485,7 @@ def save(
     base: CheckpointId | None = None,
     allow_pickle: bool = False,
     check_replicas: CheckReplicas = "sample",
+    user_metadata: Mapping[str, Any] | None = None,
     memory_budget: int | None = None,
     timeout_s: float | None = None,
     progress: Progress = None,
@@ -468,6 +494,8 @@ def save(
 
     Returns once the checkpoint is committed and durable. An existing one is an error, or replaced
     atomically with `overwrite=True`. After any error the earlier checkpoint is whole.
+    `user_metadata` is kept in the record, and found without reading any data: what JSON has, at
+    most 1 MiB. That of the coordinator counts.
     """
     with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
         return keeper.save(
@@ -479,6 +507,7 @@ def save(
             base=base,
             allow_pickle=allow_pickle,
             check_replicas=check_replicas,
+            user_metadata=user_metadata,
             memory_budget=memory_budget,
             progress=progress,
         )
@@ -496,6 +525,7 @@ def async_save(
     base: CheckpointId | None = None,
     allow_pickle: bool = False,
     check_replicas: CheckReplicas = "sample",
+    user_metadata: Mapping[str, Any] | None = None,
     snapshot: SnapshotKind = "eager",
     on_overlap: OnOverlap = "wait",
     writer: WriterKind = "thread",
@@ -523,6 +553,7 @@ def async_save(
         base=base,
         allow_pickle=allow_pickle,
         check_replicas=check_replicas,
+        user_metadata=user_metadata,
         snapshot=snapshot,
         on_overlap=on_overlap,
         memory_budget=memory_budget,

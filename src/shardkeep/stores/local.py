@@ -207,6 +207,8 @@ class Stat:
     """Modification time, by the clock of whoever keeps the file."""
     changed: float
     """When its name or contents last changed here; a copy that keeps times is new by this."""
+    links: int = 1
+    """Names it has."""
 
 
 class LocalStore:
@@ -296,17 +298,26 @@ class LocalStore:
         os.link(other._path(old), self._path(new), follow_symlinks=follow)
 
     def rename(self, old: str, new: str) -> None:
-        """Move a file over whatever has the new name, atomically."""
+        """Move a file over whatever has the new name, atomically; or a directory to a free one."""
         os.replace(self._path(old), self._path(new))
 
     def unlink(self, name: str) -> None:
         """Remove a name."""
         os.unlink(self._path(name))
 
+    def remove_directory(self, name: str) -> None:
+        """Remove a directory that is empty."""
+        os.rmdir(self._path(name))
+
+    def is_directory(self, name: str) -> bool:
+        """Whether a name is that of a directory, and not of a link to one."""
+        path = self._path(name)
+        return path.is_dir() and not path.is_symlink()
+
     def stat(self, name: str) -> Stat:
         """Size and time of a file; a link counts as itself."""
         found = os.stat(self._path(name), follow_symlinks=False)
-        return Stat(found.st_size, found.st_mtime, found.st_ctime)
+        return Stat(found.st_size, found.st_mtime, found.st_ctime, found.st_nlink)
 
     def list(self, name: str = "") -> list[str]:
         """Names in a directory, sorted; none if there is no such directory."""

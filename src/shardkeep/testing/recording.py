@@ -510,6 +510,12 @@ class RecordingStore(LocalStore):
             super().unlink(name)
             self.log.add(Remove(*self.log.place(self._path(name))))
 
+    def remove_directory(self, name: str) -> None:
+        """Remove an empty directory, and log it."""
+        with self.log.lock:
+            super().remove_directory(name)
+            self.log.add(Remove(*self.log.place(self._path(name))))
+
     def _number(self, name: str) -> int:
         number = self.log.number(self._path(name))
         assert number is not None

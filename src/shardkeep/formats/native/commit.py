@@ -33,7 +33,15 @@ from shardkeep.formats.native.names import (
 from shardkeep.formats.native.record import MAX_RECORD, Record, decode_record
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
-__all__ = ["GcResult", "Lease", "collect_garbage", "read_record", "unlink_all"]
+__all__ = [
+    "GcResult",
+    "Lease",
+    "collect_garbage",
+    "read_record",
+    "read_record_bytes",
+    "server_time",
+    "unlink_all",
+]
 
 TOUCH_S = 30.0
 STALE_S = 3600.0
@@ -280,7 +288,7 @@ def collect_garbage(
     ids = {sid for name in files if (sid := save_id_of(name))} | leases.keys()
     if not ids and not probes:
         return GcResult((), 0, ())
-    now = _server_time(store)
+    now = server_time(store)
     recorded = RECORD in names
     removed, live, nbytes = [], [], 0
 
@@ -349,7 +357,7 @@ def _named_files(store: LocalStore) -> set[str]:
     return {record.index.name, *(row.name for row in record.files)}
 
 
-def _server_time(store: LocalStore) -> float:
+def server_time(store: LocalStore) -> float:
     """Now, by the clock that stamps files here; ours may be hours off."""
     name = f"gc-{secrets.token_hex(8)}.tmp"
     with storage_errors(f"creating a file in {store.root}"):

@@ -8,6 +8,7 @@ interpreted, and never changes in any version.
 from __future__ import annotations
 
 import json
+import math
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -17,15 +18,32 @@ from typing import Any
 import msgspec
 
 from shardkeep.engine.digests import DigestLayout, algorithm
-from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.errors import (
+    CorruptionError,
+    FormatError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
 from shardkeep.formats.native.header import no_duplicates
 from shardkeep.formats.native.names import CONTENT_KEY, save_id_of
 
-__all__ = ["MAX_RECORD", "FileRow", "Record", "decode_record", "encode_record"]
+__all__ = [
+    "MAX_RECORD",
+    "FileRow",
+    "Record",
+    "RecordHead",
+    "checked_user_metadata",
+    "decode_head",
+    "decode_record",
+    "encode_record",
+]
 
 MAJOR = 1
 MAX_RECORD = 64 << 20
 MAX_FILES = 1_000_000
+MAX_USER = 1 << 20
+"""Bytes of what a user puts beside a checkpoint; every listing of a run reads it."""
+MAX_DEPTH = 32
 DEFAULT_BLOCK = 128 << 10
 FEATURES = frozenset({"pickle"})
 """What this version understands of `requires`."""
@@ -75,6 +93,8 @@ class Record:
     """For people; no reader uses it."""
     digest: str = ""
     """The record's own digest, with its algorithm."""
+    user: Mapping[str, Any] = field(default_factory=dict)
+    """What whoever saved it put beside it, as JSON."""
 
     def layout(self, row: FileRow) -> DigestLayout:
         """Where the digests of a file lie."""
@@ -93,15 +113,21 @@ def _row(row: FileRow) -> dict[str, Any]:
     }
 
 
+def _minor(record: Record) -> int:
+    """The lowest that has all that is in it."""
+    return int(bool(record.user) or any(row.kept for row in record.files))
+
+
 def encode_record(record: Record) -> bytes:
     """The bytes of `checkpoint.json`."""
     body = {
-        "format": {"major": MAJOR, "minor": int(any(row.kept for row in record.files))},
+        "format": {"major": MAJOR, "minor": _minor(record)},
         "requires": list(record.requires),
         "writer": {"name": "shardkeep", "version": record.version},
         "save_id": record.save_id,
         "digests": {"algorithm": record.digests, "block": record.block},
         "summary": dict(record.summary),
+        **({"user": dict(record.user)} if record.user else {}),
         "index": _row(record.index),
         "files": [_row(row) for row in record.files],
     }
@@ -115,6 +141,52 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(data: bytes, where: str) -> Record:
     """Check the envelope, then the version, then everything else."""
+    full_digest = _check_envelope(data, where)
+    try:
+        table = json.loads(data, object_pairs_hook=no_duplicates)
+        _check_version(table, where)
+        return _parse(table, full_digest, where)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{where}: the record is not well formed: {error!r}") from error
+
+
+class _HeadFile(msgspec.Struct):
+    size: int
+
+
+class _HeadFormat(msgspec.Struct):
+    major: int
+
+
+class RecordHead(msgspec.Struct):
+    """What a listing of many checkpoints needs of each record, checked as far as that goes."""
+
+    format: _HeadFormat
+    save_id: str
+    requires: list[str]
+    index: _HeadFile
+    files: list[_HeadFile]
+    user: dict[str, Any] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files that the record names."""
+        return self.index.size + sum(row.size for row in self.files)
+
+
+def decode_head(data: bytes, where: str) -> RecordHead:
+    """A part of a record, in a fraction of the time; the envelope and the version are checked."""
+    _check_envelope(data, where)
+    try:
+        head = msgspec.json.decode(data, type=RecordHead)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FormatError(f"{where}: the record is not well formed: {error}") from error
+    _check_version({"format": {"major": head.format.major}, "requires": head.requires}, where)
+    return head
+
+
+def _check_envelope(data: bytes, where: str) -> str:
+    """The digest that the record has, as it says itself."""
     found = _ENVELOPE.search(data[-256:])
     if found is None:
         raise CorruptionError(f"{where}: not a commit record, or its end is damaged")
@@ -129,12 +201,7 @@ def decode_record(data: bytes, where: str) -> Record:
             f"{where}: the record differs from its own digest (expected {found[2].decode()}, "
             f"found {digest.decode()})"
         )
-    try:
-        table = json.loads(data, object_pairs_hook=no_duplicates)
-        _check_version(table, where)
-        return _parse(table, f"{name}:{digest.decode()}", where)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{where}: the record is not well formed: {error!r}") from error
+    return f"{name}:{digest.decode()}"
 
 
 def _check_version(table: dict[str, Any], where: str) -> None:
@@ -163,6 +230,9 @@ def _parse(table: dict[str, Any], digest: str, where: str) -> Record:
     rows = [_parse_row(row, block, kind.size, where) for row in [table["index"], *table["files"]]]
     if len({row.name for row in rows}) != len(rows):
         raise ValueError("a file is named twice")
+    user = table.get("user", {})
+    if type(user) is not dict:
+        raise ValueError(f"user is a {type(user).__name__}")
     return Record(
         save_id,
         rows[0],
@@ -173,6 +243,53 @@ def _parse(table: dict[str, Any], digest: str, where: str) -> Record:
         str(table.get("writer", {}).get("version", "")),
         table.get("summary", {}),
         digest,
+        user,
+    )
+
+
+def checked_user_metadata(user: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What may stand in a record, or an `UnsupportedValueError` that says why not."""
+    if user is None:
+        return {}
+    made = _json_value(user, "user_metadata", 0)
+    if not isinstance(made, dict):
+        raise UnsupportedValueError(f"user_metadata is a {type(user).__qualname__}; use a dict")
+    nbytes = len(msgspec.json.encode(made))
+    if nbytes > MAX_USER:
+        raise UnsupportedValueError(
+            f"user_metadata has {nbytes} bytes, at most {MAX_USER} fit: it is read whenever "
+            "checkpoints are listed. Put large things into the state."
+        )
+    return made
+
+
+def _json_value(value: object, path: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise UnsupportedValueError(f"{path} is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise UnsupportedValueError(f"{path} has the key {key!r}; JSON has texts as keys")
+        return {
+            key: _json_value(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_json_value(item, f"{path}[{at}]", depth + 1) for at, item in enumerate(value)]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise UnsupportedValueError(f"{path} is text that UTF-8 cannot carry") from error
+        return str(value)
+    if isinstance(value, int) and -(2**63) <= value < 2**63:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    raise UnsupportedValueError(
+        f"{path} is {reprlib.repr(value)}, which JSON does not have; use texts, finite numbers of "
+        "at most 64 bits, booleans, None, lists and dicts"
     )
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,8 @@ class NativeWriter(StorageWriter):
         """Called as the last thing before the commit; what it raises stops it."""
         self.ranks_on_host = 1
         """How many ranks share this host's cores and memory."""
+        self.user_metadata: Mapping[str, Any] = {}
+        """Goes into the record, for whoever lists checkpoints."""
         self.process: WriterProcess | None = None
         """Writes what is staged, in place of this process."""
         self._algorithm = algorithm(digest)
@@ -443,6 +445,7 @@ class NativeWriter(StorageWriter):
             tuple(requires),
             _version(),
             _summary(state, self._layout, len(results)),
+            user=self.user_metadata,
         )
         data = encode_record(record)
         # Read back before it replaces anything: a record no reader accepts must not be committed.

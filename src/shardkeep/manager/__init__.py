@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs and steps: when to save, what to keep, where to resume.
+
+naming      what a step's directory is called
+steps       one step, and what a folder of them holds
+catalog     what is there, learnt from the directory and from nothing else
+saving      policies that say when to save
+keeping     policies that say what to keep
+pins        what is being read, or held for good, is not removed
+removal     a step goes: in one move, and then byte by byte
+cleaning    what killed saves and killed removals left
+retention   the pass over a run that does both, and the thread behind the program
+deciding    decisions that all ranks take alike
+restoring   the newest whole step, on all ranks
+waiting     steps as they appear, for who evaluates
+driver      `CheckpointManager`: the order of all this, and nothing else
+"""

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step goes: in one move, and then byte by byte. Every removal of a step is done here.
+
+It first gets another name, which no listing takes for a step, and that name is made durable. So a
+step is whole or absent also while it goes. What a killed remover leaves has that name, and whoever
+comes next knows what to do with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardkeep.formats.native.names import RECORD
+from shardkeep.manager.catalog import leaving_name, left_step
+from shardkeep.manager.pins import Pins
+from shardkeep.stores.local import LocalStore, storage_errors
+
+__all__ = ["Removal", "finish_removals", "remove_steps", "remove_tree"]
+
+log = logging.getLogger("shardkeep")
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """What became of steps that were to go."""
+
+    removed: tuple[str, ...] = ()
+    """Names that are gone."""
+    pinned: tuple[str, ...] = ()
+    """Names that were left, because somebody reads or holds them."""
+    failed: tuple[str, ...] = ()
+    """Names that could not be removed, or not wholly."""
+    nbytes: int = 0
+    """Bytes of the files that went; those with other names are counted too."""
+
+
+def remove_steps(
+    store: LocalStore, pins: Pins, names: Sequence[str], *, force: bool = False
+) -> Removal:
+    """Remove steps; pinned ones are left unless `force`. The last of all bytes is gone on return.
+
+    A reader pins and then looks whether the step is there; this moves it away and then looks at the
+    pins. Whichever comes first, one of the two finds the other.
+    """
+    pinned: list[str] = []
+    if not force:
+        held = pins.held()
+        pinned = [name for name in names if name in held]
+        names = [name for name in names if name not in held]
+    moved: dict[str, str] = {}
+    failed = []
+    for name in names:
+        try:
+            moved[name] = _move_away(store, name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s could not be removed: %s", store.root / name, error)
+            failed.append(name)
+    if moved and not force:
+        for name in pins.held().keys() & moved.keys():
+            if _move_back(store, moved[name], name):
+                pinned.append(name)
+                del moved[name]
+    if moved:
+        with storage_errors(f"syncing {store.root}"):
+            # Before any byte goes: after a crash the old name must not be there without them.
+            store.sync_directory()
+    removed: list[str] = []
+    nbytes = 0
+    for name, leaving in moved.items():
+        size, gone = remove_tree(store, leaving)
+        nbytes += size
+        (removed if gone else failed).append(name)
+    return Removal(tuple(removed), tuple(pinned), tuple(failed), nbytes)
+
+
+def finish_removals(store: LocalStore, pins: Pins, names: Sequence[str]) -> Removal:
+    """Remove what killed removers left; `names` are those that were given to it on its way."""
+    if not names:
+        return Removal()
+    removed: list[str] = []
+    pinned: list[str] = []
+    failed: list[str] = []
+    nbytes = 0
+    held = pins.held()
+    with storage_errors(f"syncing {store.root}"):
+        store.sync_directory()  # its remover may have been killed before
+    for leaving in names:
+        name = left_step(leaving)
+        # Pinned between the move and the look that its remover never took.
+        if name in held and _is_whole(store, leaving) and _move_back(store, leaving, name):
+            pinned.append(name)
+            continue
+        size, gone = remove_tree(store, leaving)
+        nbytes += size
+        (removed if gone else failed).append(name)
+    return Removal(tuple(removed), tuple(pinned), tuple(failed), nbytes)
+
+
+def _move_away(store: LocalStore, name: str) -> str:
+    leaving = leaving_name(name, secrets.token_hex(8))
+    store.rename(name, leaving)
+    return leaving
+
+
+def _move_back(store: LocalStore, leaving: str, name: str) -> bool:
+    """Whether the step has its name again; not if it is taken, or another remover was faster."""
+    try:
+        if store.is_directory(name):
+            return False
+        store.rename(leaving, name)
+        store.sync_directory()
+    except OSError as error:
+        log.warning("%s is pinned, but is being removed: %s", store.root / name, error)
+        return False
+    return True
+
+
+def _is_whole(store: LocalStore, name: str) -> bool:
+    """The record is the first to go."""
+    try:
+        store.stat(f"{name}/{RECORD}")
+    except OSError:
+        return False
+    return True
+
+
+def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
+    """Remove a directory and what is in it, the record first; bytes, and whether all of it went.
+
+    Others may be at the same.
+    """
+    nbytes, gone = 0, True
+    for inner in sorted(store.list(name), key=lambda inner: (inner != RECORD, inner)):
+        path = f"{name}/{inner}"
+        if store.is_directory(path):
+            size, done = remove_tree(store, path)
+            nbytes, gone = nbytes + size, gone and done
+            continue
+        try:
+            size = store.stat(path).size
+            store.unlink(path)
+            nbytes += size
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("%s could not be removed: %s", store.root / path, error)
+            gone = False
+    if gone:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                store.remove_directory(name)
+            except OSError as error:
+                log.warning("%s could not be removed: %s", store.root / name, error)
+                return nbytes, False
+    return nbytes, gone

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The newest whole step, the same on every rank, checked as it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
+
+import msgspec
+
+from shardkeep.checkpointer import Checkpointer
+from shardkeep.default_load_planner import DefaultLoadPlanner
+from shardkeep.dtypes import Cast
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    RankError,
+)
+from shardkeep.loading import LoadResult
+from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.pins import Pins
+from shardkeep.manager.steps import DamagedStep, Step
+from shardkeep.progress import Progress
+from shardkeep.storage import ReadOnce
+
+__all__ = ["LoadOptions", "Restored", "restore"]
+
+log = logging.getLogger("shardkeep")
+
+TRIES = 20
+"""Steps that may vanish under a restore before it says so."""
+
+
+class LoadOptions(TypedDict, total=False):
+    """What `shardkeep.load` takes besides the state and the place."""
+
+    planner: DefaultLoadPlanner | None
+    strict: bool
+    keys: Sequence[str] | None
+    optional: Sequence[str]
+    cast: Cast
+    verify: bool
+    expect_digest: str | None
+    allow_pickle: bool
+    device: object
+    read_once: ReadOnce
+    memory_budget: int | None
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a restore did; the same on every rank but for `result`."""
+
+    step: int
+    """The step that was loaded."""
+    path: str
+    """Where it lies."""
+    metrics: Mapping[str, float]
+    """What it was saved with."""
+    metadata: Mapping[str, Any]
+    """The user's own."""
+    damaged: tuple[DamagedStep, ...]
+    """Newer steps that could not be used, the newest first."""
+    result: LoadResult
+    """Of the load."""
+
+    @property
+    def state_dict(self) -> Any:
+        """The filled tree: the target itself where it is mutable."""
+        return self.result.state_dict
+
+
+class _Choice(msgspec.Struct):
+    """What the coordinator tells all ranks."""
+
+    step: Step | None
+    damaged: list[DamagedStep]
+
+
+def restore(
+    state: object,
+    step: int | None,
+    catalog: Catalog,
+    pins: Pins,
+    keeper: Checkpointer,
+    *,
+    fall_back: bool,
+    options: LoadOptions,
+) -> Restored | None:
+    """Load a step, or the newest that is whole; None if there is none, and never was.
+
+    With `fall_back` a step that turns out to be damaged is passed over, on all ranks alike.
+    """
+    damaged: list[DamagedStep] = []
+    vanished = 0
+    while True:
+        with contextlib.ExitStack() as inside:
+            passed = [found.step for found in damaged]
+            choice = _choose(step, passed, catalog, pins, keeper, inside)
+            for found in choice.damaged:
+                _say(found)
+            damaged += choice.damaged
+            if damaged and not fall_back:
+                raise CorruptionError(_text(damaged[-1]))
+            chosen = choice.step
+            if chosen is None:
+                if damaged:
+                    texts = "\n  ".join(_text(found) for found in damaged)
+                    raise CorruptionError(f"no step in {catalog.root} is whole:\n  {texts}")
+                if step is not None:
+                    raise CheckpointNotFoundError(f"no step {step} in {catalog.root}")
+                return None
+            try:
+                result = keeper.load(state, chosen.path, **options)
+            except CheckpointNotFoundError:
+                # Removed by somebody before it was pinned.
+                vanished += 1
+                if vanished == TRIES:
+                    raise
+                continue
+            except (CorruptionError, RankError) as error:
+                if not _is_damage(error):
+                    raise
+                if not fall_back:
+                    raise
+                found = DamagedStep(chosen.step, chosen.path, str(error))
+                _say(found)
+                damaged.append(found)
+                continue
+        return Restored(
+            chosen.step, chosen.path, chosen.metrics, chosen.metadata, tuple(damaged), result
+        )
+
+
+def _choose(
+    step: int | None,
+    passed: list[int],
+    catalog: Catalog,
+    pins: Pins,
+    keeper: Checkpointer,
+    inside: contextlib.ExitStack,
+) -> _Choice:
+    """One rank looks, and pins what it finds; the others take its word."""
+
+    def lead() -> bytes:
+        listing = catalog.look()
+        wanted = [s for s in listing.steps if s.step not in passed and step in (None, s.step)]
+        chosen: Step | None = None
+        for found in reversed(wanted):
+            pin = pins.take(catalog.names.of(found.step), "restore")
+            if pin is not None:
+                inside.callback(pin.release)
+            copies = catalog.copies(found.step)  # still there, now that it is pinned
+            if copies:
+                chosen = replace(found, path=copies[0])
+                break
+        newer = [
+            bad
+            for bad in reversed(listing.damaged)
+            if bad.step not in passed
+            and (bad.step == step if step is not None else chosen is None or bad.step > chosen.step)
+        ]
+        return msgspec.msgpack.encode(_Choice(chosen, newer))
+
+    word = keeper.coordinator.lead("choose a step", lead)
+    return msgspec.msgpack.decode(word, type=_Choice)
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    if isinstance(error, CorruptionError):
+        return True
+    return any(text.startswith(CorruptionError.__name__) for text in error.failures.values())
+
+
+def _text(found: DamagedStep) -> str:
+    return f"step {found.step} is damaged: {found.problem}"
+
+
+def _say(found: DamagedStep) -> None:
+    log.error(
+        "step %d is damaged and is not used; an older one is tried. %s", found.step, found.problem
+    )

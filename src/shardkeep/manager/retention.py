@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass over a run that removes what no policy holds, and the thread that does it behind the
+program. A save never waits for it, and nothing that goes wrong in it fails a training.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.cleaning import clean
+from shardkeep.manager.keeping import KeepPolicy
+from shardkeep.manager.pins import Pins
+from shardkeep.manager.removal import remove_steps
+from shardkeep.manager.steps import Step
+
+__all__ = ["Retention", "doomed"]
+
+log = logging.getLogger("shardkeep")
+
+CLEAN_EVERY_S = 600.0
+"""Leftovers are looked for at the first pass, and then no more often than that."""
+
+
+def doomed(
+    steps: Sequence[Step], keep: KeepPolicy, now: float, spared: Collection[int] = ()
+) -> list[Step]:
+    """What may go: no policy holds it, it is not spared, and it is not the newest.
+
+    `steps` are whole, and in ascending order.
+    """
+    if not steps:
+        return []
+    held = keep.holds(steps, now)
+    newest = steps[-1].step
+    return [s for s in steps if s.step not in held and s.step not in spared and s.step != newest]
+
+
+class Retention:
+    """Passes over one run, on its coordinator; one at a time."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        pins: Pins,
+        keep: KeepPolicy | None,
+        *,
+        stale_s: float,
+        clean_every_s: float = CLEAN_EVERY_S,
+        spared: Callable[[], Collection[int]] = frozenset,
+        damaged: Callable[[], Collection[str]] = frozenset,
+        busy: Callable[[], Collection[int]] = frozenset,
+    ) -> None:
+        """`spared` are steps that must stay, `damaged` the save ids of those that do not count,
+        `busy` steps that are being saved."""
+        self._catalog = catalog
+        self._pins = pins
+        self._keep = keep
+        self._stale_s = stale_s
+        self._clean_every_s = clean_every_s
+        self._spared = spared
+        self._damaged = damaged
+        self._busy = busy
+        self._cleaned_at: float | None = None
+        self._one = threading.Lock()
+        self._changed = threading.Condition()
+        self._asked = 0
+        self._done = 0
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+
+    def run(self, *, final: bool = False) -> list[str]:
+        """One pass, here and now; the names that went. Leftovers are cleaned when it is time."""
+        with self._one:
+            listing = self._catalog.look()
+            busy = set(self._busy())
+            removed: list[str] = []
+            if self._keep is not None:
+                removed = self._remove(listing.steps, self._keep, busy)
+            now = time.monotonic()
+            due = self._cleaned_at is None or now - self._cleaned_at >= self._clean_every_s
+            if due or final or listing.leaving:
+                self._cleaned_at = now
+                names = {self._catalog.names.of(step) for step in busy}
+                cleaned = clean(
+                    self._catalog, self._pins, listing, stale_s=self._stale_s, busy=names
+                )
+                for problem in cleaned.problems:
+                    log.warning("in %s: %s", self._catalog.root, problem)
+                if cleaned.removed:
+                    log.info(
+                        "removed what killed saves left in %s: %d bytes",
+                        self._catalog.root,
+                        cleaned.nbytes,
+                    )
+            return removed
+
+    def _remove(self, steps: Sequence[Step], keep: KeepPolicy, busy: set[int]) -> list[str]:
+        damaged = set(self._damaged())
+        whole = [step for step in steps if step.save_id not in damaged]
+        victims = doomed(whole, keep, time.time(), {*self._spared(), *busy})
+        if not victims:
+            return []
+        names = [self._catalog.names.of(step.step) for step in victims]
+        done = remove_steps(self._catalog.store, self._pins, names)
+        if done.removed:
+            log.info("removed %d steps of %s", len(done.removed), self._catalog.root)
+        return list(done.removed)
+
+    # --- behind the program
+
+    def poke(self) -> None:
+        """Ask for a pass soon; returns at once."""
+        with self._changed:
+            if self._closed or os.getpid() != self._process:
+                return
+            self._asked += 1
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._serve, name="shardkeep-retention", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until every pass that was asked for is done; whether that is so."""
+        with self._changed:
+            asked = self._asked
+            return self._changed.wait_for(
+                lambda: self._done >= asked or self._thread is None, timeout
+            )
+
+    def close(self) -> None:
+        """End the thread, after what it is doing; a last pass follows if there ever was one."""
+        with self._changed:
+            self._closed = True
+            thread = self._thread
+            self._changed.notify_all()
+        if thread is not None and os.getpid() == self._process:
+            thread.join()
+            self._thread = None
+            self._try(final=True)
+
+    def _serve(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._asked > self._done)
+                if self._closed:
+                    return
+                asked = self._asked
+            self._try()
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
+
+    def _try(self, *, final: bool = False) -> None:
+        try:
+            self.run(final=final)
+        except Exception as error:
+            # The next pass may do better; training goes on in any case.
+            log.warning("removing old steps of %s failed: %s", self._catalog.root, error)

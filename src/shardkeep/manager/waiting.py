@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps as they appear, for who evaluates; pinned while they are read."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from shardkeep.checkpointer import Checkpointer
+from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.pins import Pin, Pins
+from shardkeep.manager.steps import Step
+
+__all__ = ["PinnedStep", "next_step"]
+
+FIRST_LOOK_S = 0.05
+
+
+class PinnedStep:
+    """A step that is not removed before it is released; leaving `with` releases it."""
+
+    def __init__(self, info: Step, pin: Pin | None) -> None:
+        """Made by `wait_for`. Other ranks than the coordinator rely on its pin."""
+        self.info = info
+        """What is known of it."""
+        self._pin = pin
+
+    @property
+    def step(self) -> int:
+        """Its number."""
+        return self.info.step
+
+    @property
+    def path(self) -> str:
+        """Where it lies."""
+        return self.info.path
+
+    def release(self) -> None:
+        """It may be removed again."""
+        if self._pin is not None:
+            self._pin.release()
+
+    def __enter__(self) -> Self:
+        """Usable in `with`."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release it."""
+        self.release()
+
+
+def next_step(
+    catalog: Catalog,
+    pins: Pins,
+    keeper: Checkpointer,
+    *,
+    least: int,
+    newest: bool,
+    timeout: float | None,
+    poll_s: float,
+) -> PinnedStep | None:
+    """Wait for a step with at least this number: that one, or the first, or the newest there is.
+
+    None if the time is over. On all ranks alike: one looks, the others wait for its word.
+    """
+    kept: list[Pin | None] = [None]
+    coordinator = keeper.coordinator
+
+    def lead() -> bytes:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = FIRST_LOOK_S
+        while True:
+            found = _look(catalog, pins, least, newest, kept)
+            if found is not None:
+                return msgspec.msgpack.encode(found)
+            left = pause if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return b""
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, poll_s)
+            coordinator.advance(1)  # to wait is what it is for; the others must not give it up
+
+    try:
+        word = coordinator.lead("wait for a step", lead)
+    except BaseException:
+        if kept[0] is not None:
+            kept[0].release()
+        raise
+    return PinnedStep(msgspec.msgpack.decode(word, type=Step), kept[0]) if word else None
+
+
+def _look(
+    catalog: Catalog, pins: Pins, least: int, newest: bool, kept: list[Pin | None]
+) -> Step | None:
+    found = [step for step in catalog.look().steps if step.step >= least]
+    for step in reversed(found) if newest else found:
+        pin = pins.take(catalog.names.of(step.step), "evaluation")
+        if catalog.copies(step.step):  # still there, now that it is pinned
+            kept[0] = pin
+            return step
+        if pin is not None:
+            pin.release()
+    return None
