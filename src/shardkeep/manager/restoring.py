@@ -103,7 +103,7 @@ def restore(
             passed = [found.step for found in damaged]
             choice = _choose(step, passed, catalog, pins, keeper, inside)
             for found in choice.damaged:
-                _say(found)
+                _say(found, keeper)
             damaged += choice.damaged
             if damaged and not fall_back:
                 raise CorruptionError(_text(damaged[-1]))
@@ -127,9 +127,10 @@ def restore(
                 if not _is_damage(error):
                     raise
                 if not fall_back:
+                    error.add_note(f"in {chosen.path}")
                     raise
                 found = DamagedStep(chosen.step, chosen.path, str(error))
-                _say(found)
+                _say(found, keeper)
                 damaged.append(found)
                 continue
         return Restored(
@@ -178,10 +179,9 @@ def _is_damage(error: CheckpointError) -> bool:
 
 
 def _text(found: DamagedStep) -> str:
-    return f"step {found.step} is damaged: {found.problem}"
+    return f"step {found.step} ({found.path}) is damaged: {found.problem}"
 
 
-def _say(found: DamagedStep) -> None:
-    log.error(
-        "step %d is damaged and is not used; an older one is tried. %s", found.step, found.problem
-    )
+def _say(found: DamagedStep, keeper: Checkpointer) -> None:
+    if keeper.coordinator.rank == 0:
+        log.error("%s. It is passed over for an older one.", _text(found))
