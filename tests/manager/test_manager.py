@@ -147,8 +147,10 @@ def test_going_back_for_good(tmp_path, caplog):
     fill(tmp_path, [10, 20, 30, 40])
     with CheckpointManager(tmp_path, keep=2) as manager:
         manager.restore(blank(), 10)
-        assert "steps 20 to 40 are newer than step 10" in caplog.text
+        assert caplog.text == ""  # who only reads need not know
         manager.save(15, state(15))
+        assert "steps 20 to 40 of" in caplog.text
+        assert "are newer than step 10" in caplog.text
         manager.wait_retention()
         assert numbers(manager) == [15, 30, 40]  # the one this run would go on from stays
     with CheckpointManager(tmp_path, keep=2) as manager:

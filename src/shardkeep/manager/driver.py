@@ -18,9 +18,11 @@ from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.handles import SaveHandle
 from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.cleaning import Cleaned, clean
 from shardkeep.manager.deciding import Decider
 from shardkeep.manager.keeping import KeepWhat, best_step, find_best, keep_policy
 from shardkeep.manager.naming import DEFAULT_NAME, StepNames
+from shardkeep.manager.pins import STALE_S as PIN_STALE_S
 from shardkeep.manager.pins import Pins
 from shardkeep.manager.removal import remove_steps
 from shardkeep.manager.restoring import LoadOptions, Restored, restore
@@ -70,6 +72,7 @@ class CheckpointManager:
         fall_back: bool = True,
         ask_every: int = 1,
         stale_s: float = STALE_S,
+        pin_stale_s: float = PIN_STALE_S,
         checkpointer: Checkpointer | None = None,
         process_group: object = None,
         no_dist: bool = False,
@@ -83,10 +86,11 @@ class CheckpointManager:
         stays: a policy, or how many of the last steps; None keeps all. `fall_back` has `restore`
         pass over damaged steps. `ask_every` has all ranks asked only every so many steps, where a
         policy needs it. `stale_s` is the age at which a save without a sign of life is taken for
-        dead, and its leftovers removed. A `checkpointer` that is given is not closed.
+        dead, and its leftovers removed; `pin_stale_s` the same for a reader and its pin. A
+        `checkpointer` that is given is not closed.
         """
-        if not stale_s >= 0:
-            raise ValueError(f"stale_s is {stale_s!r}; use seconds")
+        if not stale_s >= 0 or not pin_stale_s > 0:
+            raise ValueError(f"stale_s is {stale_s!r}, pin_stale_s is {pin_stale_s!r}; use seconds")
         self._save_policy = save_policy(save)
         self._keep_policy = keep_policy(keep)
         self._catalog = Catalog(root, StepNames(step_name))
@@ -100,7 +104,7 @@ class CheckpointManager:
             timeout_s=timeout_s,
         )
         self._is_leader = self._keeper.coordinator.rank == 0
-        self._pins = Pins(self._catalog.store)
+        self._pins = Pins(self._catalog.store, stale_s=pin_stale_s)
         self._decider = Decider(self._keeper, self._save_policy, self._is_busy, ask_every)
         self._retention = Retention(
             self._catalog,
@@ -120,6 +124,9 @@ class CheckpointManager:
         """Save ids of steps that a restore found damaged: they hold nobody's place."""
         self._kept: int | None = None
         """The newest step that this manager saved."""
+        self._rewound = False
+        """Whether a step was restored by its number, and newer ones may be there."""
+        self._stale_s = stale_s
         self._closed = False
 
     @property
@@ -225,6 +232,7 @@ class CheckpointManager:
             replace = self._reached is not None and step > self._reached
         user = user_metadata_of(step, time.time(), metrics, metadata)
         if self._is_leader:
+            self._warn_of_newer()
             self._retention.poke()  # what a killed job left is cleaned while this one saves
         return self._catalog.path(step), replace, user
 
@@ -313,26 +321,31 @@ class CheckpointManager:
             known = self._catalog.find(bad.step)
             if isinstance(known, Step):
                 self._damaged.add(known.save_id)
-        if step is not None:
-            self._leave_newer(found.step, drop_newer)
+        self._rewound = step is not None
+        if drop_newer:
+            self._keeper.coordinator.lead("drop newer steps", self._drop_newer)
         return found
 
-    def _leave_newer(self, step: int, drop: bool) -> None:
-        def lead() -> bytes:
-            newer = [found.step for found in self._catalog.look().steps if found.step > step]
-            if newer and drop:
-                self._remove(newer, force=True)
-            elif newer:
-                log.warning(
-                    "steps %d to %d are newer than step %d, which was restored: a restart would "
-                    "resume from them. Remove them with drop_newer=True, or delete(step).",
-                    newer[0],
-                    newer[-1],
-                    step,
-                )
-            return b""
+    def _newer(self) -> list[int]:
+        return [s.step for s in self._catalog.look().steps if s.step > (self._reached or 0)]
 
-        self._keeper.coordinator.lead("drop newer steps", lead)
+    def _drop_newer(self) -> bytes:
+        self._remove(self._newer(), force=True)
+        return b""
+
+    def _warn_of_newer(self) -> None:
+        """Once, when a run that went back saves for the first time."""
+        newer = self._newer() if self._rewound else []
+        self._rewound = False
+        if newer:
+            log.warning(
+                "steps %d to %d of %s are newer than step %d, which was restored: a restart would "
+                "resume from them. Remove them with restore(..., drop_newer=True), or delete(step)",
+                newer[0],
+                newer[-1],
+                self.root,
+                self._reached,
+            )
 
     # --- removing
 
@@ -367,6 +380,17 @@ class CheckpointManager:
             )
         if done.failed:
             raise StorageError(f"{', '.join(done.failed)} in {self.root} could not be removed")
+
+    def clean(self, *, dry_run: bool = False) -> Cleaned:
+        """Remove now what killed saves and removals left, as saving does by itself; local."""
+        return clean(
+            self._catalog,
+            self._pins,
+            self._catalog.look(),
+            stale_s=self._stale_s,
+            busy={self._catalog.names.of(step) for step in self._running()},
+            dry_run=dry_run,
+        )
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""

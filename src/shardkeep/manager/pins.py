@@ -106,12 +106,12 @@ class Pins:
     """The pins of one folder of steps."""
 
     def __init__(
-        self, store: LocalStore, *, stale_s: float = STALE_S, touch_s: float = TOUCH_S
+        self, store: LocalStore, *, stale_s: float = STALE_S, touch_s: float | None = None
     ) -> None:
         """Nothing is touched yet."""
         self._store = store
         self._stale_s = stale_s
-        self._touch_s = touch_s
+        self._touch_s = min(TOUCH_S, stale_s / 10) if touch_s is None else touch_s
         self._warned = False
 
     def take(self, name: str, why: str = "") -> Pin | None:

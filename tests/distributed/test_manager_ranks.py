@@ -1,0 +1,181 @@
+"""The manager on four real processes: one decision, one step, one outcome for all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+import shardkeep
+from shardkeep import (
+    CheckpointManager,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepLast,
+    OnPreemption,
+    PlanError,
+    ShardedArray,
+)
+
+WORLD = 4
+ROWS = 12
+
+
+def state(rank, world, step):
+    low, high = ROWS * rank // world, ROWS * (rank + 1) // world
+    local = np.arange(low, high, dtype=np.float64).repeat(4).reshape(-1, 4) + 1000 * step
+    return {"w": ShardedArray.from_local(local, (low, 0), (ROWS, 4)), "step": step}
+
+
+def is_state(found, rank, world, step):
+    (mine,) = found["w"].local_shards
+    (expected,) = state(rank, world, step)["w"].local_shards
+    return found["step"] == step and np.array_equal(mine.array, expected.array)
+
+
+def train(rank, world, root, first, last):
+    keep = KeepLast(2) | KeepBest(1, "loss")
+    with CheckpointManager(root, save=EverySteps(2), keep=keep) as manager:
+        target = state(rank, world, 0)
+        found = manager.restore(target)
+        assert (None if found is None else found.step) == first
+        if found is not None:
+            assert is_state(target, rank, world, first)
+        saved = []
+        for step in range((first or 0) + 1, last + 1):
+            if manager.should_save(step):
+                # Metrics of the other ranks do not count.
+                manager.async_save(step, state(rank, world, step), {"loss": abs(step - 4) + rank})
+                saved.append(step)
+    return saved
+
+
+def test_a_run_goes_on_on_other_numbers_of_ranks(processes, tmp_path):
+    root = str(tmp_path / "run")
+    assert processes.run(4, train, 4, root, None, 10) == [[2, 4, 6, 8, 10]] * 4
+    manager = CheckpointManager(root, keep=KeepBest(1, "loss"), no_dist=True)
+    assert [step.step for step in manager.steps()] == [4, 8, 10]
+    assert manager.best().metrics == {"loss": 0.0}
+    assert processes.run(3, train, 3, root, 10, 12) == [[12]] * 3
+    assert processes.run(1, train, 1, root, 12, 14) == [[14]]
+    assert [step.step for step in manager.steps()] == [4, 12, 14]
+    assert sorted(os.listdir(root)) == [".shardkeep", "step-12", "step-14", "step-4"]
+
+
+def restore(rank, root, options):
+    manager = CheckpointManager(root)
+    target = state(rank, WORLD, 0)
+    try:
+        found = manager.restore(target, **options)
+    except shardkeep.CheckpointError as error:
+        return type(error).__name__, str(error)
+    assert is_state(target, rank, WORLD, found.step)
+    return found.step, [(bad.step, bad.problem) for bad in found.damaged]
+
+
+@pytest.mark.parametrize("ranks", [(2,), (0, 1, 2, 3)], ids=str)
+def test_a_damaged_newest_step_is_named_and_passed_over_on_all_ranks(processes, tmp_path, ranks):
+    root = tmp_path / "run"
+    processes.run(WORLD, train, WORLD, str(root), None, 6)
+    for rank in ranks:
+        (data,) = (root / "step-6/data").glob(f"*-r{rank:05}-*")
+        found = bytearray(data.read_bytes())
+        found[4096] ^= 0x10
+        data.write_bytes(found)
+    outcomes = processes.run(WORLD, restore, str(root), {})
+    assert outcomes == [outcomes[0]] * WORLD
+    step, damaged = outcomes[0]
+    assert step == 4
+    assert [bad for bad, _ in damaged] == [6]
+    assert "differs from its digest" in damaged[0][1]
+    outcomes = processes.run(WORLD, restore, str(root), {"fall_back": False})
+    assert outcomes == [outcomes[0]] * WORLD
+    assert outcomes[0][0] == "CorruptionError"
+
+
+def slow_clock(rank, root):
+    """Each rank's own clock would say something else."""
+    time.sleep(0.15 * rank)
+    manager = CheckpointManager(root, save=EverySeconds(0.4))
+    answers = []
+    for step in range(1, 30):
+        time.sleep(0.03)
+        answers.append(manager.should_save(step))
+        if answers[-1]:
+            manager.save(step, state(rank, WORLD, step))
+    return answers
+
+
+def test_one_clock_decides(processes, tmp_path):
+    answers = processes.run(WORLD, slow_clock, str(tmp_path))
+    assert answers == [answers[0]] * WORLD
+    assert any(answers[0])
+    assert not all(answers[0])
+
+
+def preempted(rank, root):
+    shardkeep.catch_preemption()
+    with CheckpointManager(root, save=EverySteps(1000) | OnPreemption()) as manager:
+        for step in range(1, 1000):
+            if step == 5 and rank == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if manager.should_save(step):
+                manager.async_save(step, state(rank, WORLD, step))
+            if manager.should_stop():
+                return step
+    return -1
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(processes, tmp_path):
+    assert processes.run(WORLD, preempted, str(tmp_path)) == [5] * WORLD
+    assert os.path.exists(tmp_path / "step-5/checkpoint.json")
+
+
+def out_of_step(rank, root):
+    manager = CheckpointManager(root, save=EverySeconds(1000))
+    try:
+        manager.should_save(7 if rank == 1 else 8)
+    except PlanError as error:
+        return str(error)
+
+
+def test_ranks_that_are_not_at_the_same_step_are_told(processes, tmp_path):
+    texts = processes.run(WORLD, out_of_step, str(tmp_path))
+    assert texts == [texts[0]] * WORLD
+    assert "8 on rank 0, 7 on rank 1" in texts[0]
+
+
+def evaluate(rank, root):
+    manager = CheckpointManager(root)
+    seen = []
+    for step in manager.watch(timeout=1.5, poll_s=0.05):
+        target = state(rank, 2, 0)
+        assert manager.restore(target, step.step).step == step.step
+        assert is_state(target, rank, 2, step.step)
+        seen.append((step.step, step.metrics["loss"]))
+    return seen
+
+
+def test_an_evaluation_on_several_ranks_sees_the_same_steps(processes, tmp_path):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 8)
+    seen = processes.run(2, evaluate, str(tmp_path))
+    assert seen == [[(4, 0.0), (6, 2.0), (8, 4.0)]] * 2
+    assert os.listdir(tmp_path / ".shardkeep/pins") == []
+
+
+def delete(rank, root):
+    manager = CheckpointManager(root)
+    manager.delete(4)
+    try:
+        manager.delete(4)
+    except shardkeep.CheckpointNotFoundError:
+        return [step.step for step in manager.steps()]
+
+
+def test_all_ranks_learn_what_became_of_a_deletion(processes, tmp_path):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 6)
+    assert processes.run(WORLD, delete, str(tmp_path)) == [[6]] * WORLD
