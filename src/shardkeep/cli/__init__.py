@@ -4,6 +4,7 @@
     commands   what the command line is: arguments, help, errors and exit codes
     contents   what `show` finds in a checkpoint
     selection  `cat`'s slices, and reading only what they select
+    runs       what `ls`, `rm`, `pin` and `gc` find and do in the folder of a run
     texts      sizes, durations, names and values as text or JSON
     output     every result for people, or as JSON
 

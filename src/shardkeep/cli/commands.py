@@ -36,7 +36,10 @@ Examples:
   shardkeep show run/step-100 'model.*.weight'    some of it
   shardkeep verify run/step-100                   is every bit as it was written?
   shardkeep cat run/step-100 model.emb.weight 0:10,:4
-  shardkeep gc run/step-100 --dry-run             what killed saves left behind
+  shardkeep ls run                                the steps of a run
+  shardkeep pin run 100 --why 'for the paper'     never remove this one
+  shardkeep rm run 100 200                        remove these
+  shardkeep gc run --dry-run                      what killed saves left behind
 
 \b
 Exit codes:
@@ -110,7 +113,27 @@ def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 
 _path = click.argument("path", metavar="PATH")
+_root = click.argument("root", metavar="ROOT")
 _json = click.option("--json", is_flag=True, help="Print one JSON object, for programs.")
+
+
+def _template(ctx: click.Context, param: click.Parameter, text: str) -> str:
+    from shardkeep.manager.naming import StepNames
+
+    try:
+        return StepNames(text).template
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+_step_name = click.option(
+    "--step-name",
+    metavar="TEMPLATE",
+    default="step-{step}",
+    show_default=True,
+    callback=_template,
+    help="What the directories of steps are called.",
+)
 
 
 @click.group(cls=_Guarded, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
@@ -121,7 +144,8 @@ _json = click.option("--json", is_flag=True, help="Print one JSON object, for pr
 def cli(debug: bool) -> None:
     """Look into checkpoints, verify them, and clean up after killed saves.
 
-    PATH is a checkpoint's directory, the one that holds checkpoint.json.
+    PATH is a checkpoint's directory, the one that holds checkpoint.json. ROOT is the folder of a
+    run, which holds its steps.
     """
 
 
@@ -199,6 +223,7 @@ def cat(path: str, name: str, index: str | None, json: bool) -> None:
 
 @cli.command(short_help="Remove what killed saves left behind.")
 @_path
+@_step_name
 @click.option(
     "--older-than",
     metavar="TIME",
@@ -209,13 +234,83 @@ def cat(path: str, name: str, index: str | None, json: bool) -> None:
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @_json
-def gc(path: str, older_than: float, dry_run: bool, json: bool) -> None:
+def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) -> None:
     """Remove the files of saves that were killed before they were committed.
 
-    Never touches the committed checkpoint. A running save renews its lease every 30 seconds and is
-    left alone unless --older-than is less than that; a save so collected fails at its commit.
+    PATH is a checkpoint, or the folder of a run: then all of its steps are looked at, and removals
+    that were cut short are finished. Never touches a committed checkpoint. A running save renews
+    its lease every 30 seconds and is left alone unless --older-than is less than that; a save so
+    collected fails at its commit.
     """
     from shardkeep.checkpointer import gc as run_gc
+    from shardkeep.cli.runs import Run, is_run
 
+    if is_run(path, step_name):
+        cleaned = Run(path, step_name).clean(stale_s=older_than, dry_run=dry_run)
+        _output(json).cleaned(path, cleaned, dry_run=dry_run)
+        return
     result = run_gc(path, stale_s=older_than, dry_run=dry_run)
     _output(json).collected(path, result, dry_run=dry_run)
+
+
+@cli.command(short_help="The steps of a run.")
+@_root
+@_step_name
+@_json
+@click.pass_context
+def ls(ctx: click.Context, root: str, step_name: str, json: bool) -> None:
+    """List the steps of a run: size, bytes shared with other steps, metrics, age, pins.
+
+    A step is whole if every file that its record names is there with its size; the contents are
+    for verify. Exits with 1 if one is damaged.
+    """
+    from shardkeep.cli.runs import Run
+
+    rows = Run(root, step_name).rows()
+    _output(json).run(root, rows)
+    if any(row.state == "damaged" for row in rows):
+        ctx.exit(DAMAGED)
+
+
+@cli.command(short_help="Remove steps of a run.")
+@_root
+@click.argument("steps", metavar="STEP...", nargs=-1, required=True, type=click.IntRange(0))
+@_step_name
+@click.option("--force", is_flag=True, help="Also pinned, unfinished, or the last whole ones.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@_json
+def rm(
+    root: str, steps: tuple[int, ...], step_name: str, force: bool, dry_run: bool, json: bool
+) -> None:
+    """Remove steps, given by number.
+
+    Refused where a step is pinned or being read, or where no whole one would be left. A removal
+    that is cut short is finished by gc, or by the next save of the run.
+    """
+    from shardkeep.cli.runs import Run
+
+    done = Run(root, step_name).remove(steps, force=force, dry_run=dry_run)
+    _output(json).removed(root, done, dry_run=dry_run)
+    if done.pinned or done.failed:
+        raise CommandError(f"not removed: {', '.join((*done.pinned, *done.failed))}")
+
+
+@cli.command(short_help="Have a step of a run never removed.")
+@_root
+@click.argument("step", metavar="STEP", type=click.IntRange(0))
+@_step_name
+@click.option("--why", metavar="TEXT", default="", help="A note, shown by ls.")
+@click.option("--remove", is_flag=True, help="Let go of the step again.")
+@_json
+def pin(root: str, step: int, step_name: str, why: str, remove: bool, json: bool) -> None:
+    """Hold a step: no policy and no rm removes it until the pin is removed."""
+    from shardkeep.cli.runs import Run
+
+    run = Run(root, step_name)
+    if remove:
+        count = run.unpin(step)
+        if not count:
+            raise CommandError(f"step {step} in {root} has no pin")
+    else:
+        run.pin(step, why)
+    _output(json).pinned(root, step, remove=remove)

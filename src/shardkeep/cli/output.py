@@ -15,9 +15,12 @@ from shardkeep.cli.texts import count, human_size, jsonable, printable
 
 if TYPE_CHECKING:
     from shardkeep.cli.contents import Contents, Row, TensorRow, Totals, ValueRow
+    from shardkeep.cli.runs import RunRow
     from shardkeep.cli.selection import Item, TensorItem
     from shardkeep.formats.native.commit import GcResult
     from shardkeep.formats.native.verifying import VerifyReport
+    from shardkeep.manager.cleaning import Cleaned
+    from shardkeep.manager.removal import Removal
 
 __all__ = ["ConsoleOutput", "JsonOutput", "Output"]
 
@@ -40,7 +43,19 @@ class Output(Protocol):
         """What `cat` read."""
 
     def collected(self, path: str, result: GcResult, *, dry_run: bool) -> None:
-        """What `gc` removed."""
+        """What `gc` removed from a checkpoint."""
+
+    def cleaned(self, path: str, result: Cleaned, *, dry_run: bool) -> None:
+        """What `gc` removed from the folder of a run."""
+
+    def run(self, path: str, rows: Sequence[RunRow]) -> None:
+        """What `ls` found."""
+
+    def removed(self, path: str, result: Removal, *, dry_run: bool) -> None:
+        """What `rm` removed."""
+
+    def pinned(self, path: str, step: int, *, remove: bool) -> None:
+        """What `pin` did."""
 
 
 class ConsoleOutput:
@@ -93,6 +108,42 @@ class ConsoleOutput:
         verb = "to remove" if dry_run else "removed"
         size = human_size(result.nbytes)
         click.echo(f"{printable(path)}: {count(len(result.removed), 'file')} {verb}, {size}")
+
+    def cleaned(self, path: str, result: Cleaned, *, dry_run: bool) -> None:
+        """What went or would go, and what was left alone."""
+        for name in result.removed:
+            click.echo(f"{'would remove' if dry_run else 'removed'} {printable(name)}")
+        for name in result.live:
+            click.echo(f"left alone: {printable(name)} seems to be being saved")
+        for problem in result.problems:
+            click.echo(f"not cleaned: {printable(problem)}")
+        verb = "to remove" if dry_run else "removed"
+        names, size = count(len(result.removed), "name"), human_size(result.nbytes)
+        click.echo(f"{printable(path)}: {names} {verb}, {size}")
+
+    def run(self, path: str, rows: Sequence[RunRow]) -> None:
+        """A line for each step, and a sum."""
+        from shardkeep.cli.runs import run_cells
+
+        cells = [run_cells(row) for row in rows]
+        titles = ("step", "state", "size", "shared", "age", "metrics", "")
+        _table(titles, cells, right=(0, 2, 3, 4))
+        total = sum(row.nbytes for row in rows)
+        if rows:
+            click.echo()
+        click.echo(f"{printable(path)}: {count(len(rows), 'step')}, {human_size(total)}")
+
+    def removed(self, path: str, result: Removal, *, dry_run: bool) -> None:
+        """Names, and bytes."""
+        for name in result.removed:
+            click.echo(f"{'would remove' if dry_run else 'removed'} {printable(name)}")
+        verb = "to remove" if dry_run else "removed"
+        steps, size = count(len(result.removed), "step"), human_size(result.nbytes)
+        click.echo(f"{printable(path)}: {steps} {verb}, {size}")
+
+    def pinned(self, path: str, step: int, *, remove: bool) -> None:
+        """One line."""
+        click.echo(f"{printable(path)}: step {step} {'is free' if remove else 'is pinned'}")
 
 
 class JsonOutput:
@@ -170,6 +221,42 @@ class JsonOutput:
                 "live": list(result.live),
             }
         )
+
+    def cleaned(self, path: str, result: Cleaned, *, dry_run: bool) -> None:
+        """The result."""
+        self._print(
+            {
+                "path": path,
+                "dry_run": dry_run,
+                "removed": list(result.removed),
+                "bytes": result.nbytes,
+                "live": list(result.live),
+                "problems": list(result.problems),
+            }
+        )
+
+    def run(self, path: str, rows: Sequence[RunRow]) -> None:
+        """`steps`: one object each."""
+        from shardkeep.cli.runs import run_object
+
+        self._print({"path": path, "steps": [run_object(row) for row in rows]})
+
+    def removed(self, path: str, result: Removal, *, dry_run: bool) -> None:
+        """The result."""
+        self._print(
+            {
+                "path": path,
+                "dry_run": dry_run,
+                "removed": list(result.removed),
+                "pinned": list(result.pinned),
+                "failed": list(result.failed),
+                "bytes": result.nbytes,
+            }
+        )
+
+    def pinned(self, path: str, step: int, *, remove: bool) -> None:
+        """What is so now."""
+        self._print({"path": path, "step": step, "pinned": not remove})
 
     @staticmethod
     def _print(body: dict[str, Any]) -> None:

@@ -66,7 +66,7 @@ def clean(
         inside = catalog.open_store(store.root / name)
         try:
             # Its own age first: what is collected in it makes it young again.
-            idle = now - store.stat(name).modified >= stale_s
+            idle = now - _modified(store, name) >= stale_s
             found = collect_garbage(inside, stale_s=stale_s, dry_run=dry_run)
         except FileNotFoundError:
             continue
@@ -97,6 +97,13 @@ def _with_extras(catalog: Catalog, listing: Listing) -> list[str]:
 def _now(store: LocalStore) -> float:
     store.make_directory(MANAGED)
     return server_time(LocalStore(store.root / MANAGED))
+
+
+def _modified(store: LocalStore, name: str) -> float:
+    """When something last came or went in it; a collection leaves its mark only beside `data`."""
+    with contextlib.suppress(FileNotFoundError):
+        return store.stat(f"{name}/{DATA}").modified
+    return store.stat(name).modified
 
 
 def _remove_empty(store: LocalStore, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import Any, Self, TypedDict, Unpack
@@ -14,22 +14,19 @@ from typing import Any, Self, TypedDict, Unpack
 from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.default_planner import CheckReplicas
-from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.handles import SaveHandle
 from shardkeep.manager.catalog import Catalog
-from shardkeep.manager.cleaning import Cleaned, clean
 from shardkeep.manager.deciding import Decider
-from shardkeep.manager.keeping import KeepWhat, best_step, find_best, keep_policy
+from shardkeep.manager.folder import RunFolder
+from shardkeep.manager.keeping import KeepWhat, keep_policy
 from shardkeep.manager.naming import DEFAULT_NAME, StepNames
 from shardkeep.manager.pins import STALE_S as PIN_STALE_S
 from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import remove_steps
 from shardkeep.manager.restoring import LoadOptions, Restored, restore
 from shardkeep.manager.retention import Retention
 from shardkeep.manager.steps import Step, user_metadata_of
 from shardkeep.manager.timing import SaveWhen, save_policy
-from shardkeep.manager.waiting import PinnedStep, next_step
 from shardkeep.planner import SavePlanner
 from shardkeep.progress import Progress
 from shardkeep.saving import SaveResult
@@ -38,9 +35,6 @@ from shardkeep.storage import CheckpointId
 __all__ = ["CheckpointManager", "SaveOptions"]
 
 log = logging.getLogger("shardkeep")
-
-POLL_S = 5.0
-"""The longest pause between two looks for a new step."""
 
 
 class SaveOptions(TypedDict, total=False):
@@ -53,7 +47,7 @@ class SaveOptions(TypedDict, total=False):
     progress: Progress
 
 
-class CheckpointManager:
+class CheckpointManager(RunFolder):
     """The steps of one run in one folder: saved when it is time, kept as long as asked for, found
     again after a crash. Closable, and a context manager.
 
@@ -91,21 +85,20 @@ class CheckpointManager:
         """
         if not stale_s >= 0 or not pin_stale_s > 0:
             raise ValueError(f"stale_s is {stale_s!r}, pin_stale_s is {pin_stale_s!r}; use seconds")
-        self._save_policy = save_policy(save)
-        self._keep_policy = keep_policy(keep)
-        self._catalog = Catalog(root, StepNames(step_name))
-        self._fall_back = fall_back
+        when, catalog = save_policy(save), Catalog(root, StepNames(step_name))
         self._owned = checkpointer is None
-        self._keeper = checkpointer or Checkpointer(
+        keeper = checkpointer or Checkpointer(
             process_group=process_group,
             no_dist=no_dist,
             writer=writer,
             memory_budget=memory_budget,
             timeout_s=timeout_s,
         )
-        self._is_leader = self._keeper.coordinator.rank == 0
-        self._pins = Pins(self._catalog.store, stale_s=pin_stale_s)
-        self._decider = Decider(self._keeper, self._save_policy, self._is_busy, ask_every)
+        pins = Pins(catalog.store, stale_s=pin_stale_s)
+        super().__init__(catalog, pins, keeper, keep_policy(keep), stale_s)
+        self._fall_back = fall_back
+        self._is_leader = keeper.coordinator.rank == 0
+        self._decider = Decider(keeper, when, self._is_busy, ask_every)
         self._retention = Retention(
             self._catalog,
             self._pins,
@@ -113,12 +106,10 @@ class CheckpointManager:
             stale_s=stale_s,
             spared=self._spared,
             damaged=lambda: self._damaged,
-            busy=self._running,
+            busy=self._busy.copy,
         )
         self._reached: int | None = None
         """The step this run stands at, once it was restored or has saved."""
-        self._busy: set[int] = set()
-        """Steps that are being saved."""
         self._handle: SaveHandle | None = None
         self._damaged: set[str] = set()
         """Save ids of steps that a restore found damaged: they hold nobody's place."""
@@ -126,18 +117,7 @@ class CheckpointManager:
         """The newest step that this manager saved."""
         self._rewound = False
         """Whether a step was restored by its number, and newer ones may be there."""
-        self._stale_s = stale_s
         self._closed = False
-
-    @property
-    def root(self) -> str:
-        """The folder, as an absolute path."""
-        return self._catalog.root
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """What it saves and loads with."""
-        return self._keeper
 
     # --- saving
 
@@ -255,34 +235,9 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._handle is not None and not self._handle.done()
 
-    def _running(self) -> set[int]:
-        return self._busy.copy()
-
     def _spared(self) -> set[int]:
         """What this run would be resumed from, also where newer steps of an abandoned one lie."""
         return {step for step in (self._kept, self._reached) if step is not None}
-
-    # --- looking
-
-    def steps(self) -> list[Step]:
-        """The committed steps, in ascending order, with metrics and metadata; reads no data."""
-        return list(self._catalog.look().steps)
-
-    def latest(self) -> Step | None:
-        """The newest step; derived from the directory each time."""
-        steps = self._catalog.look().steps
-        return steps[-1] if steps else None
-
-    def best(self, metric: str | None = None, *, highest: bool | None = None) -> Step | None:
-        """The best step by a metric: the one named, or that of the `KeepBest` in `keep`."""
-        rule = find_best(self._keep_policy)
-        if metric is None:
-            if rule is None:
-                raise ValueError("pass the name of a metric, or keep=KeepBest(...)")
-            metric = rule.metric
-        if highest is None:
-            highest = rule is not None and rule.metric == metric and rule.highest
-        return best_step(self._catalog.look().steps, metric, highest)
 
     # --- loading
 
@@ -347,103 +302,9 @@ class CheckpointManager:
                 self._reached,
             )
 
-    # --- removing
-
-    def delete(self, step: int, *, force: bool = False) -> None:
-        """Remove a step. One that is pinned, or the only one there is, only with `force`."""
-
-        def lead() -> bytes:
-            listing = self._catalog.look()
-            there = [found.step for found in listing.steps]
-            if step not in there and all(found.step != step for found in listing.damaged):
-                raise CheckpointNotFoundError(f"no step {step} in {self.root}")
-            if not force and there == [step]:
-                raise StorageError(
-                    f"step {step} is the only whole one in {self.root}; pass force=True to be left "
-                    "with none"
-                )
-            self._remove([step], force=force)
-            return b""
-
-        self._keeper.coordinator.lead("delete", lead)
-
-    def _remove(self, steps: Sequence[int], *, force: bool) -> None:
-        names = [self._catalog.names.of(step) for step in steps]
-        done = remove_steps(self._catalog.store, self._pins, names, force=force)
-        if done.pinned:
-            held = self._pins.held()
-            who = self._pins.describe([pin for name in done.pinned for pin in held.get(name, [])])
-            raise StorageError(
-                f"{', '.join(done.pinned)} in {self.root} is pinned by {who}; wait, or pass "
-                "force=True",
-                transient=True,
-            )
-        if done.failed:
-            raise StorageError(f"{', '.join(done.failed)} in {self.root} could not be removed")
-
-    def clean(self, *, dry_run: bool = False) -> Cleaned:
-        """Remove now what killed saves and removals left, as saving does by itself; local."""
-        return clean(
-            self._catalog,
-            self._pins,
-            self._catalog.look(),
-            stale_s=self._stale_s,
-            busy={self._catalog.names.of(step) for step in self._running()},
-            dry_run=dry_run,
-        )
-
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""
         return self._retention.wait(timeout)
-
-    # --- for who evaluates
-
-    def wait_for(
-        self, step: int | None = None, timeout: float | None = None, *, poll_s: float = POLL_S
-    ) -> PinnedStep:
-        """Wait for a step, or for the first newer one there is; without a number, for any: the
-        newest. It is pinned until it is released, or `with` is left. `TimeoutError` if none comes.
-        """
-        found = self._next(0 if step is None else step, step is None, timeout, poll_s)
-        if found is None:
-            what = "a step" if step is None else f"step {step} or a newer one"
-            raise TimeoutError(f"{what} did not appear in {self.root} within {timeout} s")
-        return found
-
-    def watch(
-        self,
-        after: int | None = None,
-        timeout: float | None = None,
-        *,
-        newest: bool = False,
-        poll_s: float = POLL_S,
-    ) -> Iterator[Step]:
-        """Steps as they appear, each pinned until the next is asked for; also what is there now.
-
-        Begins beyond `after`; with `newest`, leaves out what is not the newest when it is asked
-        for. Ends when none comes for `timeout` seconds.
-        """
-        least = 0 if after is None else after + 1
-        while True:
-            found = self._next(least, newest, timeout, poll_s)
-            if found is None:
-                return
-            with found:
-                yield found.info
-            least = found.step + 1
-
-    def _next(
-        self, least: int, newest: bool, timeout: float | None, poll_s: float
-    ) -> PinnedStep | None:
-        return next_step(
-            self._catalog,
-            self._pins,
-            self._keeper,
-            least=least,
-            newest=newest,
-            timeout=timeout,
-            poll_s=poll_s,
-        )
 
     # --- the end
 
