@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardkeep.testing.processes import RankServer
+from shardkeep.testing.processes import PRELOAD, RankServer
 
 
 class _Telling(RankServer):
@@ -20,4 +20,21 @@ class _Telling(RankServer):
 def processes():
     pytest.importorskip("torch")
     with _Telling() as server:
+        yield server
+
+
+TRAINING = (
+    "torch._dynamo",  # which optimizers bring along
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "shardkeep.manager.driver",
+)
+"""What a training imports, and takes seconds."""
+
+
+@pytest.fixture(scope="session")
+def training():
+    """The same, for ranks that train."""
+    pytest.importorskip("torch")
+    with _Telling((*PRELOAD, *TRAINING)) as server:
         yield server

@@ -17,7 +17,6 @@ import pytest
 
 import shardkeep
 from shardkeep import CheckpointManager, EverySteps, KeepBest, KeepLast, ShardedArray
-from shardkeep.testing.processes import PRELOAD, RankServer
 
 ROWS, WIDTH = 50, 300
 SHARDED = ("rows", "exp_avg", "exp_avg_sq")
@@ -25,14 +24,6 @@ STALE_S = 0.2
 PIN_STALE_S = 1.0
 KEPT = 3
 """Two last ones, and the best."""
-
-
-@pytest.fixture(scope="module")
-def training():
-    pytest.importorskip("torch")
-    # AdamW brings the compiler along.
-    with RankServer((*PRELOAD, "torch._dynamo", "shardkeep.manager.driver")) as server:
-        yield server
 
 
 # --- the program

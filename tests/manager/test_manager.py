@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import os
@@ -24,6 +25,7 @@ from shardkeep import (
     CorruptionError,
     EverySeconds,
     EverySteps,
+    FormatError,
     KeepBest,
     KeepLast,
     MismatchError,
@@ -32,7 +34,10 @@ from shardkeep import (
     UnsupportedValueError,
     WhenIdle,
 )
+from shardkeep.formats.native.commit import read_record
 from shardkeep.formats.native.names import RECORD, data_file, lease_name, new_save_id
+from shardkeep.formats.native.record import encode_record
+from shardkeep.stores.local import LocalStore
 
 
 def numbers(manager):
@@ -226,6 +231,18 @@ def test_where_nothing_is_whole_training_does_not_silently_begin_anew(tmp_path):
     damage_record(tmp_path, 20)
     with pytest.raises(CorruptionError, match=r"no step in .* is whole:\n  step 20 .*\n  step 10"):
         CheckpointManager(tmp_path).restore(blank())
+
+
+def test_what_a_newer_version_wrote_is_not_passed_over(tmp_path):
+    fill(tmp_path, [10, 20])
+    record = read_record(LocalStore(tmp_path / "step-20"))
+    (tmp_path / "step-20" / RECORD).write_bytes(
+        encode_record(dataclasses.replace(record, requires=("tomorrow",)))
+    )
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(FormatError, match=r"step 20 is the newest, .* lacks: tomorrow.*by its num"):
+        manager.restore(blank())
+    assert manager.restore(blank(), 10).step == 10
 
 
 def test_what_does_not_fit_is_not_passed_over(tmp_path):

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.formats.native.names import RECORD
 from shardkeep.formats.native.record import MAX_RECORD, decode_head
 from shardkeep.manager.naming import StepNames
@@ -118,7 +118,8 @@ class Catalog:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            return DamagedStep(step, self.path(step), f"{record} cannot be read: {error}")
+            text = f"{record} cannot be read: {error}"
+            return DamagedStep(step, self.path(step), text, StorageError.__name__)
         with self._lock:
             stamp, known = self._known.get(name, (None, None))
         if known is not None and stamp == now:
@@ -140,7 +141,7 @@ class Catalog:
         except CheckpointError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
-            return DamagedStep(step, path, str(error))
+            return DamagedStep(step, path, str(error), type(error).__name__)
         user = head.user
         return Step(
             step,

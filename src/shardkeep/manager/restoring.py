@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from shardkeep import errors
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.dtypes import Cast
@@ -103,6 +104,7 @@ def restore(
             passed = [found.step for found in damaged]
             choice = _choose(step, passed, catalog, pins, keeper, inside)
             for found in choice.damaged:
+                _refuse(found)
                 _say(found, keeper)
             damaged += choice.damaged
             if damaged and not fall_back:
@@ -180,6 +182,17 @@ def _is_damage(error: CheckpointError) -> bool:
 
 def _text(found: DamagedStep) -> str:
     return f"step {found.step} ({found.path}) is damaged: {found.problem}"
+
+
+def _refuse(found: DamagedStep) -> None:
+    """A newer version's step, or one that may not be read, is not damaged: to pass it over would
+    lose what was trained."""
+    if found.kind != CorruptionError.__name__:
+        kind: type[CheckpointError] = getattr(errors, found.kind)
+        raise kind(
+            f"step {found.step} is the newest, and cannot be read: {found.problem}. To go on from "
+            "an older one, restore it by its number."
+        )
 
 
 def _say(found: DamagedStep, keeper: Checkpointer) -> None:

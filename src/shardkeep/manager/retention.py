@@ -5,6 +5,7 @@ program. A save never waits for it, and nothing that goes wrong in it fails a tr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -121,10 +122,12 @@ class Retention:
                 return
             self._asked += 1
             if self._thread is None:
-                self._thread = threading.Thread(
+                thread = threading.Thread(
                     target=self._serve, name="shardkeep-retention", daemon=True
                 )
-                self._thread.start()
+                with contextlib.suppress(RuntimeError):  # the program is ending
+                    thread.start()
+                    self._thread = thread
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:

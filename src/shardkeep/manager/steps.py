@@ -45,6 +45,8 @@ class DamagedStep:
     """Where it lies."""
     problem: str
     """What is wrong with it."""
+    kind: str = "CorruptionError"
+    """The class of the error; only this one means that bytes are not what they were."""
 
 
 @dataclass(frozen=True, slots=True)
