@@ -531,9 +531,17 @@ def schema():
 
 
 def test_real_records_fit_the_schema(tmp_path, schema):
+    import shardkeep
+
     save_on_ranks(tmp_path / "c")
     record = read_record(tmp_path / "c")
     assert conforms(record, schema, schema)
+    assert record["format"] == {"major": 1, "minor": 0}
+    assert record.keys() == schema["properties"].keys() - {"user"}
+    shardkeep.save({"a": 1}, tmp_path / "d", user_metadata={"loss": 0.5})
+    record = read_record(tmp_path / "d")
+    assert conforms(record, schema, schema)
+    assert record["format"] == {"major": 1, "minor": 1}
     assert record.keys() == schema["properties"].keys()
     assert record["index"].keys() == schema["$defs"]["file"]["properties"].keys()
     described = {cells[0] for cells in table("5")[2:]}
