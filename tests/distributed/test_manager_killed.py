@@ -11,8 +11,10 @@ import random
 import signal
 import threading
 import time
+import traceback
 from functools import partial
 
+import numpy as np
 import pytest
 
 import shardkeep
@@ -180,14 +182,27 @@ def collect(root, over):
         manager.clean()
 
 
+def evaluate(root, over, seen):
+    """Whatever appears is read to its end, although it would be removed meanwhile."""
+    manager = CheckpointManager(root, no_dist=True, pin_stale_s=PIN_STALE_S)
+    while not over.is_set():
+        for step in manager.watch(max(seen, default=0), timeout=0.05, newest=True):
+            state = {"step": None, "rows": np.empty((ROWS, WIDTH), np.float32)}
+            found = manager.restore(state, step.step, strict=False)
+            assert found.state_dict["step"] == step.step
+            seen.append(step.step)
+
+
 def survive(server, root, notes, world, expected, chance, last):
     """A life and its end; how many ranks were killed."""
     for old in [*notes.glob("pid-*"), *notes.glob("up")]:
         old.unlink()
     over = threading.Event()
+    errors, seen = [], []
     threads = [
+        threading.Thread(target=_noting, args=(errors, evaluate, root, over, seen)),
         threading.Thread(target=kill, args=(notes, world, chance, over)),
-        threading.Thread(target=collect, args=(root, over)),
+        threading.Thread(target=_noting, args=(errors, collect, root, over)),
     ]
     for thread in threads:
         thread.start()
@@ -199,12 +214,21 @@ def survive(server, root, notes, world, expected, chance, last):
         over.set()
         for thread in threads:
             thread.join()
+    assert errors == []
     for outcome in outcomes:
         assert not outcome.hung, outcome.log
         # Who was not killed itself may only have met the death of the others.
         error = outcome.error
         assert outcome.ok or outcome.died == signal.SIGKILL or _is_bereaved(error), outcome.log
     return sum(outcome.died == signal.SIGKILL for outcome in outcomes)
+
+
+def _noting(errors, work, *args):
+    try:
+        work(*args)
+    except BaseException as error:
+        traceback.print_exc()
+        errors.append(error)
 
 
 def _is_bereaved(error):

@@ -108,6 +108,19 @@ def test_the_new_name_is_durable_before_a_byte_goes(tmp_path):
     assert set(kinds[2:]) == {"Remove"}
 
 
+def test_what_a_link_leads_to_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    fill(tmp_path / "elsewhere", [1])
+    base = tmp_path / "run"
+    base.mkdir()
+    fill(base, [2])
+    (base / "step-1").symlink_to(tmp_path / "elsewhere/step-1")
+    store = LocalStore(base)
+    assert remove_steps(store, Pins(store), ["step-1"]).removed == ("step-1",)
+    assert os.listdir(base) == ["step-2"]
+    assert check_whole(tmp_path / "elsewhere") == [1]
+
+
 # --- pins
 
 

@@ -40,7 +40,7 @@ class Decider:
         is_busy: Callable[[], bool],
         ask_every: int = 1,
     ) -> None:
-        """`ask_every`: in how many steps all ranks are asked once, where they must be."""
+        """`ask_every`: in how many calls all ranks are asked once, where they must be."""
         if isinstance(ask_every, bool) or not isinstance(ask_every, int) or ask_every < 1:
             raise ValueError(f"ask_every is {ask_every!r}; use a whole number from 1 on")
         self._keeper = keeper
@@ -52,6 +52,7 @@ class Decider:
         self._previous: int | None = None
         self._saved: int | None = None
         self._stopping = False
+        self._calls = 0
 
     @property
     def asks_all(self) -> bool:
@@ -74,7 +75,8 @@ class Decider:
         if self._policy is None or step == self._saved:
             return False
         moment = Moment(step, self._previous)
-        if not self.asks_all or step % self._ask_every:
+        self._calls += 1
+        if not self.asks_all or self._calls % self._ask_every:
             # Without a word from the others nothing is known but the step.
             return self._policy.wants(moment)
         answer = self._keeper.coordinator.gather_scatter(

@@ -47,25 +47,24 @@ def remove_steps(
     pins. Whichever comes first, one of the two finds the other.
     """
     pinned: list[str] = []
-    if not force:
-        held = pins.held()
-        pinned = [name for name in names if name in held]
-        names = [name for name in names if name not in held]
     moved: dict[str, str] = {}
     failed = []
     for name in names:
+        if not force and name in pins.held():
+            pinned.append(name)
+            continue
         try:
-            moved[name] = _move_away(store, name)
+            leaving = _move_away(store, name)
         except FileNotFoundError:
             continue
         except OSError as error:
             log.warning("%s could not be removed: %s", store.root / name, error)
             failed.append(name)
-    if moved and not force:
-        for name in pins.held().keys() & moved.keys():
-            if _move_back(store, moved[name], name):
-                pinned.append(name)
-                del moved[name]
+            continue
+        if not force and name in pins.held() and _move_back(store, leaving, name):
+            pinned.append(name)
+        else:
+            moved[name] = leaving
     if moved:
         with storage_errors(f"syncing {store.root}"):
             # Before any byte goes: after a crash the old name must not be there without them.
@@ -133,9 +132,13 @@ def _is_whole(store: LocalStore, name: str) -> bool:
 def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
     """Remove a directory and what is in it, the record first; bytes, and whether all of it went.
 
-    Others may be at the same.
+    Others may be at the same. What a link leads to is not touched.
     """
     nbytes, gone = 0, True
+    if not store.is_directory(name):
+        with contextlib.suppress(FileNotFoundError):
+            store.unlink(name)
+        return 0, True
     for inner in sorted(store.list(name), key=lambda inner: (inner != RECORD, inner)):
         path = f"{name}/{inner}"
         if store.is_directory(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypedDict
@@ -152,6 +153,10 @@ def _choose(
 
     def lead() -> bytes:
         listing = catalog.look()
+        if step is not None and all(found.step != step for found in listing.steps):
+            # Moved away by a remover that then finds it pinned, it is back at once.
+            time.sleep(0.05)
+            listing = catalog.look()
         wanted = [s for s in listing.steps if s.step not in passed and step in (None, s.step)]
         chosen: Step | None = None
         for found in reversed(wanted):

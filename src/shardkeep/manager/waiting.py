@@ -23,7 +23,7 @@ class PinnedStep:
     """A step that is not removed before it is released; leaving `with` releases it."""
 
     def __init__(self, info: Step, pin: Pin | None) -> None:
-        """Made by `wait_for`. Other ranks than the coordinator rely on its pin."""
+        """Made by `wait_for`; each rank has a pin of its own, as one may read longer."""
         self.info = info
         """What is known of it."""
         self._pin = pin
@@ -90,11 +90,21 @@ def next_step(
 
     try:
         word = coordinator.lead("wait for a step", lead)
+        if not word:
+            return None
+        found = msgspec.msgpack.decode(word, type=Step)
+
+        def follow() -> None:
+            if coordinator.rank > 0:
+                kept[0] = pins.take(catalog.names.of(found.step), "evaluation")
+
+        if coordinator.world_size > 1:
+            coordinator.agree("pin a step", follow)
     except BaseException:
         if kept[0] is not None:
             kept[0].release()
         raise
-    return PinnedStep(msgspec.msgpack.decode(word, type=Step), kept[0]) if word else None
+    return PinnedStep(found, kept[0])
 
 
 def _look(
