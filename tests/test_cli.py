@@ -127,7 +127,7 @@ def test_show_json_has_stable_keys_and_the_same_facts(checkpoint):
     assert list(shown) == [
         "path", "format", "tensors", "values", "chunks", "files", "tensor_bytes", "file_bytes",
         "kept_bytes",
-        "ranks", "saved_at", "library_version", "save_id", "digest", "requires", "names",
+        "ranks", "saved_at", "library_version", "save_id", "digest", "requires", "user", "names",
         "problems",
     ]  # fmt: skip
     assert shown["format"] == {"name": "shardkeep", "major": 1, "minor": 0}

@@ -137,6 +137,13 @@ def test_other_names(tmp_path):
     assert time.time() - found["saved_at"] < 600
 
 
+def test_show_tells_what_a_step_was_saved_with(root):
+    text = run(0, "show", root / "step-10")
+    assert "user metrics" in text
+    assert "'loss': 0.25" in text
+    assert json.loads(run(0, "show", root / "step-10", "--json"))["user"]["step"] == 10
+
+
 def test_damage_that_only_verify_finds_does_not_show(root):
     damage(root, 10)
     assert listed(root)[10]["state"] == "whole"

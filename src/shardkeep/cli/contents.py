@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -57,6 +57,8 @@ class Totals:
     """Of the record."""
     requires: tuple[str, ...]
     """Features a reader must know."""
+    user: Mapping[str, Any]
+    """What whoever saved it put beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def _totals(reader: NativeReader) -> Totals:
         save_id=record.save_id,
         digest=record.digest,
         requires=record.requires,
+        user=record.user,
     )
 
 

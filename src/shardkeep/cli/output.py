@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
-from shardkeep.cli.texts import count, human_size, jsonable, printable
+from shardkeep.cli.texts import count, human_size, jsonable, printable, short_repr
 
 if TYPE_CHECKING:
     from shardkeep.cli.contents import Contents, Row, TensorRow, Totals, ValueRow
@@ -170,6 +170,7 @@ class JsonOutput:
                 "save_id": totals.save_id,
                 "digest": totals.digest,
                 "requires": list(totals.requires),
+                "user": jsonable(totals.user),
                 "names": [_row_object(row) for row in contents.rows],
                 "problems": list(contents.problems),
             }
@@ -284,6 +285,7 @@ def _facts(totals: Totals) -> list[tuple[str, str]]:
     ]
     if totals.requires:
         facts.append(("requires", ", ".join(totals.requires)))
+    facts += [(f"user {name}", short_repr(value)) for name, value in totals.user.items()]
     return facts
 
 

@@ -154,11 +154,13 @@ def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
         except OSError as error:
             log.warning("%s could not be removed: %s", store.root / path, error)
             gone = False
-    if gone:
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                store.remove_directory(name)
-            except OSError as error:
-                log.warning("%s could not be removed: %s", store.root / name, error)
-                return nbytes, False
-    return nbytes, gone
+    if not gone:
+        return nbytes, False
+    try:
+        store.remove_directory(name)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("%s could not be removed: %s", store.root / name, error)
+        return nbytes, False
+    return nbytes, True
