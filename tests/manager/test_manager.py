@@ -333,6 +333,20 @@ def test_retention_leaves_what_is_pinned_until_it_is_not(tmp_path):
     assert os.listdir(tmp_path / ".shardkeep/pins") == []
 
 
+def test_steps_that_share_files_go_one_by_one(tmp_path):
+    with CheckpointManager(tmp_path, keep=2) as manager:
+        same = np.arange(100_000, dtype=np.float32)
+        for step in range(1, 6):
+            base = None if step == 1 else tmp_path / f"step-{step - 1}"
+            manager.save(step, {"same": same, **state(step)}, base=base)
+            manager.wait_retention()
+            for found in manager.steps():
+                assert shardkeep.verify(found.path).ok
+    assert numbers(manager) == [4, 5]
+    shared = [p for p in (tmp_path / "step-5/data").iterdir() if p.stat().st_nlink == 2]
+    assert sum(path.stat().st_size for path in shared) > 400_000
+
+
 def test_a_save_does_not_wait_for_a_removal(tmp_path, monkeypatch):
     begun, go = threading.Event(), threading.Event()
     from shardkeep.manager import retention

@@ -41,6 +41,7 @@ class SaveOptions(TypedDict, total=False):
     """What `shardkeep.save` takes besides the state, the place, and what the manager decides."""
 
     planner: SavePlanner | None
+    base: CheckpointId | None
     allow_pickle: bool
     check_replicas: CheckReplicas
     memory_budget: int | None
