@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 
 import numpy as np
 
 import shardkeep
-from shardkeep.formats.native.names import RECORD, index_file, new_save_id
+from shardkeep.formats.native.names import (
+    RECORD,
+    data_file,
+    index_file,
+    lease_name,
+    new_save_id,
+)
 from shardkeep.formats.native.record import FileRow, Record, encode_record
 from shardkeep.manager.steps import Step, user_metadata_of
 
@@ -51,3 +58,30 @@ def fill_records(root, steps):
 def described(number, saved_at=0.0, **metrics):
     """A step that exists nowhere."""
     return Step(number, f"/run/step-{number}", f"{number:032x}", 10, 2, saved_at, metrics)
+
+
+def damage(root, step):
+    """One bit of a tensor."""
+    data = next((root / f"step-{step}" / "data").glob("*r0*.safetensors"))
+    found = bytearray(data.read_bytes())
+    found[4096] ^= 1
+    data.write_bytes(found)
+
+
+def damage_record(root, step):
+    """One bit of the record."""
+    path = root / f"step-{step}" / RECORD
+    found = bytearray(path.read_bytes())
+    found[20] ^= 1
+    path.write_bytes(found)
+
+
+def killed_save(where, age_s=0.0):
+    """What a save leaves that was killed before its commit."""
+    save_id = new_save_id()
+    (where / "data").mkdir(parents=True, exist_ok=True)
+    for name in (lease_name(save_id), data_file(save_id, 0, 0)):
+        (where / name).write_bytes(b"x" * 100)
+        os.utime(where / name, (time.time() - age_s,) * 2)
+    for folder in (where / "data", where):
+        os.utime(folder, (time.time() - age_s,) * 2)

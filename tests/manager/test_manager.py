@@ -14,7 +14,7 @@ import time
 
 import numpy as np
 import pytest
-from runs import blank, fill, is_state, state
+from runs import blank, damage, damage_record, fill, is_state, killed_save, state
 
 import shardkeep
 from shardkeep import (
@@ -35,7 +35,7 @@ from shardkeep import (
     WhenIdle,
 )
 from shardkeep.formats.native.commit import read_record
-from shardkeep.formats.native.names import RECORD, data_file, lease_name, new_save_id
+from shardkeep.formats.native.names import RECORD
 from shardkeep.formats.native.record import encode_record
 from shardkeep.stores.local import LocalStore
 
@@ -46,21 +46,6 @@ def numbers(manager):
 
 def names(root):
     return sorted(name for name in os.listdir(root) if not name.startswith(".shardkeep"))
-
-
-def damage(root, step):
-    """One bit of a tensor."""
-    data = next((root / f"step-{step}" / "data").glob("*r0*.safetensors"))
-    found = bytearray(data.read_bytes())
-    found[4096] ^= 1
-    data.write_bytes(found)
-
-
-def damage_record(root, step):
-    path = root / f"step-{step}" / RECORD
-    found = bytearray(path.read_bytes())
-    found[20] ^= 1
-    path.write_bytes(found)
 
 
 # --- a run
@@ -264,16 +249,6 @@ def test_leftovers_are_no_steps(tmp_path):
 
 
 # --- keeping
-
-
-def killed_save(where, age_s=0.0):
-    save_id = new_save_id()
-    (where / "data").mkdir(parents=True, exist_ok=True)
-    for name in (lease_name(save_id), data_file(save_id, 0, 0)):
-        (where / name).write_bytes(b"x" * 100)
-        os.utime(where / name, (time.time() - age_s,) * 2)
-    for folder in (where / "data", where):
-        os.utime(folder, (time.time() - age_s,) * 2)
 
 
 def test_what_killed_saves_left_goes_by_age(tmp_path):

@@ -8,8 +8,7 @@ import time
 
 import pytest
 from click.testing import CliRunner
-from runs import fill
-from test_manager import damage, damage_record, killed_save
+from runs import damage, damage_record, fill, killed_save
 
 import shardkeep
 from shardkeep import CheckpointManager
