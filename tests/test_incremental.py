@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 import shardkeep
 from shardkeep import CorruptionError, ShardedArray, ThreadRanks
+from shardkeep.engine.digests import ContentDigests
 from shardkeep.formats.native.commit import collect_garbage, read_record
 from shardkeep.stores.local import LocalStore
 
@@ -271,6 +274,65 @@ def test_a_snapshot_that_changes_nothing_is_warned_of(tmp_path, caplog):
         assert "bit-equal" not in caplog.text
 
 
+def test_a_cancelled_one_on_several_ranks(tmp_path):
+    frozen, moving = np.random.default_rng(0).standard_normal((64, 9000)), np.ones((64, 20))
+
+    def work(coordinator):
+        state = sharded_state(coordinator.rank, 2, frozen, moving)
+        with shardkeep.Checkpointer(process_group=coordinator) as keeper:
+            keeper.save(state, tmp_path / "0")
+            handle = keeper.async_save(state, tmp_path / "1", base=tmp_path / "0")
+            if coordinator.rank == 0:
+                handle.cancel()
+            try:
+                handle.result()
+            except CancelledError:
+                return "cancelled"
+            return "saved"
+
+    assert ThreadRanks(2).run(work) in (["cancelled"] * 2, ["saved"] * 2)
+
+
+def test_another_directory_meanwhile(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = some_state()
+    with shardkeep.Checkpointer() as keeper:
+        keeper.save(state, "0")
+        real = shardkeep.NativeWriter.compare_data
+
+        def compare_elsewhere(self, plan, planner):
+            (tmp_path / "elsewhere").mkdir()
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            return real(self, plan, planner)
+
+        monkeypatch.setattr(shardkeep.NativeWriter, "compare_data", compare_elsewhere)
+        handle = keeper.async_save(state, tmp_path / "1", base="0")
+        assert handle.result().stats["kept_bytes"] > 0
+
+
+def test_saves_of_equal_changes_on_different_bases_are_not_called_equal(tmp_path, caplog):
+    one, two = np.ones(9000), np.full(9000, 2.0)
+    shardkeep.save({"x": one, "y": one}, tmp_path / "a")
+    shardkeep.save({"x": one, "y": two}, tmp_path / "z")
+    with shardkeep.Checkpointer() as keeper:
+        keeper.async_save({"x": two, "y": one}, tmp_path / "b", base=tmp_path / "a").result()
+        keeper.async_save({"x": two, "y": two}, tmp_path / "c", base=tmp_path / "z").result()
+    assert "bit-equal" not in caplog.text
+
+
+def test_the_newest_comes_last_by_name(tmp_path):
+    state = {"x": np.ones(9000), "y": np.ones(9000), "z": np.ones(9000)}
+    shardkeep.save(state, tmp_path / "0")
+    for step, name in ((1, "x"), (2, "z")):
+        state[name] = state[name] + 1
+        shardkeep.save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
+    merged = {}
+    for path in sorted((tmp_path / "2" / "data").glob("*.safetensors")):
+        if "index" not in path.name:
+            merged |= load_file(path)
+    assert all(np.array_equal(merged[name], state[name]) for name in state)
+
+
 # --- a base that is of no use
 
 
@@ -344,6 +406,41 @@ def test_other_storages_refuse_a_base(tmp_path):
 
 
 # --- nothing is lost
+
+
+def test_what_is_kept_is_synced(tmp_path, monkeypatch):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    shutil.copytree(tmp_path / "0", tmp_path / "copy")
+    synced = []
+    real = LocalStore.sync_file
+
+    def sync(self, name):
+        synced.append(name)
+        real(self, name)
+
+    monkeypatch.setattr(LocalStore, "sync_file", sync)
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "copy")
+    assert synced == [row.name for row in record_of(tmp_path / "1").files if row.kept]
+
+    def fail(self, name):
+        raise OSError(errno.EIO, "no more")
+
+    monkeypatch.setattr(LocalStore, "sync_file", fail)
+    shardkeep.save(state, tmp_path / "2", base=tmp_path / "copy")
+    assert kept_bytes(tmp_path / "2") == 0
+    assert_holds(tmp_path / "2", state)
+    assert not [name for name in os.listdir(tmp_path / "2" / "data") if "-k" in name]
+
+
+def test_content_digests_that_lie_are_found(tmp_path, monkeypatch):
+    real = ContentDigests.results
+    monkeypatch.setattr(ContentDigests, "results", lambda self: real(self) ^ np.uint8(1))
+    shardkeep.save(some_state(), tmp_path / "0")
+    monkeypatch.undo()
+    (problem,) = shardkeep.verify(tmp_path / "0").problems
+    assert "content digests" in problem.text
+    assert "w07" in problem.names
 
 
 def test_damage_in_a_kept_file_is_found_and_named(tmp_path):

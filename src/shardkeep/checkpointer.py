@@ -284,6 +284,8 @@ class Checkpointer:
                 planner = DefaultSavePlanner(
                     check_replicas=check_replicas, allow_pickle=allow_pickle
                 )
+            # Compared with in the background, when the program may be in another directory.
+            place = None if base is None else os.path.abspath(base)
             options = {
                 "overwrite": overwrite,
                 "base": None if base is None else os.fspath(base),
@@ -299,7 +301,7 @@ class Checkpointer:
                     counter,
                     budget,
                     overwrite=overwrite,
-                    base=base,
+                    base=place,
                     user_metadata=beside,
                 ),
             ):

@@ -152,9 +152,9 @@ class Saving:
 
         def write() -> None:
             nonlocal results
-            share = plan if shared is None else writer.use_shared(plan, shared)
             with contextlib.suppress(StalePlan):
                 try:
+                    share = plan if shared is None else writer.use_shared(plan, shared)
                     results = writer.write_data(share, planner)
                     written()
                 except SaveCancelled:

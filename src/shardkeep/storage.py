@@ -54,7 +54,7 @@ class WriteResult:
 
 def unchanged(base: CheckpointId | None) -> str:
     """What a writer says of the content of a save that has every tensor as its base has it."""
-    return f"unchanged since {base}"
+    return f"unchanged since {None if base is None else os.path.abspath(base)}"
 
 
 class StorageWriter(ABC):

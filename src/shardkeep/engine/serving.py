@@ -67,6 +67,8 @@ def serve(descriptor: int, program: int) -> NoReturn:
         channel.send(Hello())
         threading.Thread(target=server.listen, name="shardkeep-listen", daemon=True).start()
         server.work()
+    except Gone:
+        pass  # the program has ended, or wants no process any more
     except BaseException:
         traceback.print_exc()
     finally:

@@ -292,6 +292,14 @@ class LocalStore:
         follow = os.link not in os.supports_follow_symlinks
         os.link(self._path(old), self._path(new), follow_symlinks=follow)
 
+    def sync_file(self, name: str) -> None:
+        """Make the contents of a file durable that somebody else has written."""
+        descriptor = os.open(self._path(name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def link_from(self, other: LocalStore, old: str, new: str) -> None:
         """Give a file of another directory, which is never written to again, a name in this one."""
         follow = os.link not in os.supports_follow_symlinks

@@ -484,6 +484,12 @@ class RecordingStore(LocalStore):
             super().link(old, new)
             self.log.add(Enter(*self.log.place(self._path(new)), self._number(old)))
 
+    def sync_file(self, name: str) -> None:
+        """Sync, and log it."""
+        with self.log.lock:
+            super().sync_file(name)
+            self.log.add(SyncFile(self._number(name)))
+
     def link_from(self, other: LocalStore, old: str, new: str) -> None:
         """Link a file of another directory under the same log, and log it."""
         with self.log.lock:

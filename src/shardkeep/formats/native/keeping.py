@@ -25,6 +25,7 @@ from shardkeep.engine.contents import digest_memory, digest_sources
 from shardkeep.engine.digests import Algorithm
 from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
+from shardkeep.formats.native.commit import unlink_all
 from shardkeep.formats.native.layout import (
     Layout,
     Limits,
@@ -235,19 +236,26 @@ def keep_files(
     save_id: str,
     written: list[str],
 ) -> dict[int, FileRow]:
-    """Give a second name to files of the base.
+    """Give a second name to files of the base, the oldest first: in the order of their names, what
+    was written last comes last.
 
     Each name joins `written`. A file that cannot be linked is not kept: it is on another file
-    system, or is gone meanwhile.
+    system, or is gone meanwhile. All are synced: the base may be a copy that somebody just made.
     """
     kept: dict[int, FileRow] = {}
-    for number in numbers:
+    for number in sorted(numbers, key=lambda number: (not record.files[number].kept, number)):
         row = record.files[number]
         name = kept_file(save_id, len(kept))
         try:
             store.link_from(base, row.name, name)
         except OSError as error:
             log.info("%s is not kept: %s", base.root / row.name, error)
+            continue
+        try:
+            store.sync_file(name)
+        except OSError as error:
+            log.warning("%s is not kept: %s", base.root / row.name, error)
+            unlink_all(store, [name])
             continue
         written.append(name)
         kept[number] = replace(row, name=name, kept=True)

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from shardkeep.arrays import Bytes
 from shardkeep.boxes import tiled
+from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
-from shardkeep.engine.digests import algorithm
+from shardkeep.engine.digests import ContentDigests, algorithm
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import CheckpointError, CorruptionError
@@ -30,6 +32,7 @@ from shardkeep.formats.native.record import FileRow
 from shardkeep.storage import CheckpointId
 from shardkeep.stores.local import storage_errors
 from shardkeep.tables import ChunkTable
+from shardkeep.wording import names_text
 
 __all__ = ["Problem", "VerifyReport", "verify_checkpoint"]
 
@@ -114,6 +117,7 @@ class _Check:
         self._progress = progress
         self._lock = threading.Lock()
         self._chunks: ChunkTable | None = None
+        self._are_apart = False
 
     def run(self, planned: Callable[[int], None]) -> None:
         report, reader = self._report, self._reader
@@ -164,6 +168,7 @@ class _Check:
         pool = BufferPool(self._budget, io_threads(), record.block)
         per_unit = pool.unit // record.block
         before = len(self._report.problems)
+        contents = self._contents_in(number)
 
         def check(first: int) -> None:
             low = first * record.block
@@ -180,6 +185,8 @@ class _Check:
                     except DamagedBlock as damage:
                         names = self._names_in(number, *damage.block_range)
                         self._problem(Problem(file.name, f"{damage}", one, names))
+                if contents is not None:
+                    contents.add(low, buffer[:done])
             with self._lock:
                 self._report.nbytes += done
             if self._progress is not None:
@@ -192,7 +199,35 @@ class _Check:
             self._report.nbytes += rest
         if self._progress is not None:
             self._progress(rest)
-        return len(self._report.problems) == before
+        whole = len(self._report.problems) == before
+        if whole and contents is not None:
+            self._check_contents(contents, number)
+        return whole
+
+    def _contents_in(self, number: int) -> _Contents | None:
+        """The chunks of a file, if the index makes sense of them: they lie apart, and inside."""
+        chunks = self._chunks
+        if chunks is None or chunks.start is None or number < 0 or not self._are_apart:
+            return None
+        record = self._reader.record
+        rows = np.array(self._rows_of(number), np.int64)
+        start = chunks.start[rows]
+        nbytes = chunks.take(rows).nbytes(self._reader.index.tensors)
+        if not len(rows) or (start > record.files[number].payload - nbytes).any():
+            return None
+        return _Contents(rows, start, nbytes, ContentDigests(algorithm(record.digests), nbytes))
+
+    def _check_contents(self, contents: _Contents, number: int) -> None:
+        """What a later save would take for the content of a chunk must be it."""
+        told, index = self._reader.content_digests(number), self._reader.index
+        found = zip(contents.rows, contents.start.tolist(), contents.digests.results(), strict=True)
+        assert self._chunks is not None
+        wrong = [row for row, at, digest in found if told.get(at) != digest.tobytes()]
+        names = {index.tensors.names[int(self._chunks.tensor[row])] for row in wrong}
+        if names:
+            text = f"the content digests of {names_text(sorted(names))} are not those of its bytes"
+            file = self._reader.record.files[number].name
+            self._problem(Problem(file, text, None, tuple(sorted(names))))
 
     # --- what lies where
 
@@ -230,6 +265,7 @@ class _Check:
         file, start = chunks.file[order], chunks.start[order]
         nbytes = chunks.nbytes(index.tensors)[order]
         clash = (file[1:] == file[:-1]) & (start[1:] - start[:-1] < nbytes[:-1])
+        self._are_apart = not clash.any()
         for at in np.flatnonzero(clash).tolist():
             names = {index.tensors.names[int(chunks.tensor[order[at + i]])] for i in (0, 1)}
             text = f"chunks of {' and '.join(sorted(names))} share bytes"
@@ -313,6 +349,28 @@ class _Check:
             expected[VALUES] = ("U8", (row.payload - row.values,), row.values, row.payload)
         expected[DIGESTS] = ("U8", (row.size - row.payload,), row.payload, row.size)
         return expected
+
+
+@dataclass(frozen=True, eq=False)
+class _Contents:
+    """The chunks of a file, in the order they lie there, while its bytes pass by."""
+
+    rows: Ints
+    start: Ints
+    nbytes: Ints
+    digests: ContentDigests
+
+    def add(self, low: int, data: Bytes) -> None:
+        """Bytes of the file from `low` on; each once, in any order."""
+        end = self.start + self.nbytes
+        first = int(end.searchsorted(low, "right"))
+        last = int(self.start.searchsorted(low + len(data), "left"))
+        begin = np.maximum(self.start[first:last], low)
+        stop = np.minimum(end[first:last], low + len(data))
+        view = data.data
+        cuts = zip((begin - low).tolist(), (stop - low).tolist(), strict=True)
+        parts = [view[a:b] for a, b in cuts]
+        self.digests.add_run(first, (begin - self.start[first:last]).tolist(), parts)
 
 
 def _holds(found: _Entries, expected: _Entries) -> bool:

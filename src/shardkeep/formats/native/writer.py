@@ -423,8 +423,10 @@ class NativeWriter(StorageWriter):
             for plan in self._layout.files
         ]
         self.content = " ".join(report.content for report in reports)
-        if self._layout.kept and not any(plan.count for plan in self._layout.files):
-            self.content = unchanged(self.base)
+        if self._layout.kept:
+            # What is written says nothing of what is kept: equal to the base, or to nothing.
+            changed = any(plan.count for plan in self._layout.files)
+            self.content = self.save_id if changed else unchanged(self.base)
         files = tuple(
             FileRow(plan.name(self.save_id), r.size, r.payload, r.root, r.values, r.chunks)
             for plan, r in zip(self._layout.files, reports, strict=True)
