@@ -494,3 +494,45 @@ def test_a_cancelled_save_leaves_nothing(tmp_path):
             handle.result(60)
         manager.save(3, state(3))
     assert numbers(manager) in ([1, 3], [2, 3])
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_did_not_change_is_used_again(tmp_path, behind):
+    frozen = np.random.default_rng(0).standard_normal(20_000)
+    with CheckpointManager(tmp_path, keep=2, full_every=3) as manager:
+        kept = []
+        for step in range(1, 9):
+            now = {"frozen": frozen, "moving": np.full(10, step), "step": step}
+            if behind:
+                result = manager.async_save(step, now).result()
+            else:
+                result = manager.save(step, now)
+            kept.append(result.stats.get("kept_bytes", 0) > 0)
+        manager.wait_retention()
+    assert kept == [False, True, True, False, True, True, False, True]
+    assert [one.step for one in CheckpointManager(tmp_path).steps()] == [7, 8]
+    for step in (7, 8):
+        assert shardkeep.verify(tmp_path / f"step-{step}").ok
+    target = {"frozen": np.zeros(20_000), "moving": np.zeros(10, int), "step": 0}
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore(target).step == 8
+    assert np.array_equal(target["frozen"], frozen)
+
+
+def test_a_base_that_failed_is_no_base(tmp_path, monkeypatch):
+    now = {"frozen": np.arange(20_000), "step": 1}
+    with CheckpointManager(tmp_path, full_every=9) as manager:
+        manager.save(1, now)
+        with monkeypatch.context() as patch:
+            patch.setattr(shardkeep.NativeWriter, "finish", lambda self, metadata, results: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                manager.async_save(2, now).result()
+        assert manager.save(3, {**now, "step": 3}).stats["kept_bytes"] == 0
+        assert manager.save(4, {**now, "step": 4}).stats["kept_bytes"] > 0
+        assert [one.step for one in manager.steps()] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "3"])
+def test_full_every_is_a_number_of_saves(tmp_path, wrong):
+    with pytest.raises(ValueError, match="full_every"):
+        CheckpointManager(tmp_path, full_every=wrong)

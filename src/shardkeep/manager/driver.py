@@ -64,6 +64,7 @@ class CheckpointManager(RunFolder):
         save: SaveWhen = None,
         keep: KeepWhat = None,
         step_name: str = DEFAULT_NAME,
+        full_every: int | None = None,
         fall_back: bool = True,
         ask_every: int = 1,
         stale_s: float = STALE_S,
@@ -78,7 +79,9 @@ class CheckpointManager(RunFolder):
         """Nothing is touched yet; the folder need not exist.
 
         `save` says when `should_save` is true: a policy, or a number of steps. `keep` says what
-        stays: a policy, or how many of the last steps; None keeps all. `fall_back` has `restore`
+        stays: a policy, or how many of the last steps; None keeps all. With `full_every`, a save
+        uses again what did not change since the one before (`base=` of `shardkeep.save`), but for
+        one in so many, and the first of this manager, which write all. `fall_back` has `restore`
         pass over damaged steps. `ask_every` has all ranks asked only every so many steps, where a
         policy needs it. `stale_s` is the age at which a save without a sign of life is taken for
         dead, and its leftovers removed; `pin_stale_s` the same for a reader and its pin. A
@@ -86,6 +89,8 @@ class CheckpointManager(RunFolder):
         """
         if not stale_s >= 0 or not pin_stale_s > 0:
             raise ValueError(f"stale_s is {stale_s!r}, pin_stale_s is {pin_stale_s!r}; use seconds")
+        if full_every is not None and (type(full_every) is not int or full_every < 1):
+            raise ValueError(f"full_every is {full_every!r}; use a number of saves, or None")
         when, catalog = save_policy(save), Catalog(root, StepNames(step_name))
         self._owned = checkpointer is None
         keeper = checkpointer or Checkpointer(
@@ -98,6 +103,9 @@ class CheckpointManager(RunFolder):
         pins = Pins(catalog.store, stale_s=pin_stale_s)
         super().__init__(catalog, pins, keeper, keep_policy(keep), stale_s)
         self._fall_back = fall_back
+        self._full_every = full_every
+        self._bases: list[int] = []
+        """Steps that were saved one on the other, of which the first is whole."""
         self._is_leader = keeper.coordinator.rank == 0
         self._decider = Decider(keeper, when, self._is_busy, ask_every)
         self._retention = Retention(
@@ -154,11 +162,13 @@ class CheckpointManager(RunFolder):
         beyond the step that was restored, or saved last, is replaced.
         """
         path, replace, user = self._prepare(step, metrics, metadata, overwrite)
+        self._add_base(options)
         self._busy.add(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
         finally:
             self._busy.discard(step)
+        self._bases.append(step)
         self._saved(step)
         return done
 
@@ -176,6 +186,7 @@ class CheckpointManager(RunFolder):
     ) -> SaveHandle:
         """Save a step in the background; see `save` and `shardkeep.async_save`."""
         path, replace, user = self._prepare(step, metrics, metadata, overwrite)
+        self._add_base(options)
         self._busy.add(step)
         try:
             handle = self._keeper.async_save(
@@ -194,6 +205,7 @@ class CheckpointManager(RunFolder):
             self._busy.discard(step)
             return handle
         self._handle = handle
+        self._bases.append(step)
         self._decider.saved(step)
         self._reached = step
         handle.add_done_callback(lambda done: self._ended(step, handle))
@@ -216,6 +228,15 @@ class CheckpointManager(RunFolder):
             self._warn_of_newer()
             self._retention.poke()  # what a killed job left is cleaned while this one saves
         return self._catalog.path(step), replace, user
+
+    def _add_base(self, options: SaveOptions) -> None:
+        """The step before, which all ranks have begun; where it failed, all is written."""
+        if self._full_every is None or "base" in options:
+            return
+        if len(self._bases) >= self._full_every:
+            self._bases.clear()
+        if self._bases:
+            options["base"] = self._catalog.path(self._bases[-1])
 
     def _saved(self, step: int) -> None:
         self._decider.saved(step)
