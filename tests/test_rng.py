@@ -249,6 +249,29 @@ def test_nothing_is_set_if_one_state_does_not_fit():
         state.load_state_dict(broken)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "RandomState", "global"])
+def test_nothing_is_set_if_numpy_refuses_a_state(kind):
+    made = {"RandomState": np.random.RandomState, "global": lambda seed: None}
+    one = made.get(kind, getattr(np.random, kind, None))(1)
+    state = rng.RngState({} if one is None else {"a": one})
+    told = state.state_dict()
+    inner = told["numpy"] if one is None else told["generators"]["a"]
+    words = "key" if "key" in inner["state"] else "state"
+    # A single word would do for all four of SFC64.
+    right, wrong = inner["state"][words], ["<u8", bytes(24 if kind == "SFC64" else 8)]
+    random.seed(4)
+    np.random.seed(4)
+    before = state.state_dict()
+    for broken in (wrong, "no state", None):
+        inner["state"][words] = broken
+        with pytest.raises(MismatchError, match="numpy refuses the state"):
+            state.load_state_dict(told)
+        assert state.state_dict() == before
+    inner["state"][words] = right
+    state.load_state_dict(told)
+    assert state.state_dict() == told
+
+
 @pytest.mark.parametrize("one", [object(), "seed", random.SystemRandom()])
 def test_what_has_no_state_is_refused(one):
     with pytest.raises(UnsupportedValueError):

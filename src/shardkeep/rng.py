@@ -9,6 +9,7 @@ stream to two of them. `shardkeep.torch` has the same with torch's generators.
 
 from __future__ import annotations
 
+import copy
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -202,7 +203,7 @@ def _python_state(state: Mapping[str, Any]) -> tuple[Any, ...]:
 class _Legacy:
     """numpy's old interface, with the state as a dict: the global one, or a `RandomState`."""
 
-    def __init__(self, random_state: Any = np.random) -> None:
+    def __init__(self, random_state: Any = np.random.mtrand._rand) -> None:
         self._random = random_state
 
     @property
@@ -227,10 +228,15 @@ class NumpySource(Source):
         return plain
 
     def check(self, state: Mapping[str, Any], name: str) -> None:
-        """The same kind of bit generator."""
-        stored, here = state["bit_generator"], self._generator.state["bit_generator"]
+        """The same kind of bit generator, and a copy takes the state."""
+        stored, here = state.get("bit_generator"), self._generator.state["bit_generator"]
         if stored != here:
             raise MismatchError(f"{name}: the state of a {stored} was saved, here is a {here}")
+        aside = copy.deepcopy(self._generator)
+        try:
+            aside.state = _arrays(state)
+        except Exception as error:
+            raise MismatchError(f"{name}: numpy refuses the state: {error}") from error
 
     def set(self, state: Mapping[str, Any]) -> None:
         """All of it."""
