@@ -233,6 +233,70 @@ def test_tensors_come_back_as_tensors_in_place_if_they_fit(tmp_path):
     assert isinstance(alone["own"].value["w"], np.ndarray)
 
 
+@pytest.mark.parametrize("make", [np.zeros, lambda n: torch.zeros(n, dtype=torch.float64)])
+def test_what_shares_memory_is_not_overwritten(tmp_path, make):
+    stored = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0]), "c": np.array([1.0, 2.0])}
+    save(1, lambda _: {"w": np.array([9.0, 8.0]), "own": PerRank(stored)}, tmp_path)
+
+    def loaded(w, **held):
+        target = {"w": w, "own": PerRank(dict(held), resize=resizing.first)}
+        other = {"w": make(2), "own": PerRank({}, resize=resizing.first)}
+        for targets in ([target], [target, other]):  # as it was saved, and resized
+            load(targets, tmp_path)
+            got = target["own"].value
+            assert {name: got[name].tolist() for name in stored} == {
+                name: value.tolist() for name, value in stored.items()
+            }
+            assert target["w"] is w
+            assert w.tolist() == [9.0, 8.0]
+        return got
+
+    x = make(2)
+    assert loaded(x, a=x)["a"] is not x
+    x = make(2)
+    inside = loaded(make(2), a=x, b=x, c=x)
+    assert inside["a"] is x
+    assert inside["c"] is x  # the same contents: they stay tied
+    x = make(3)
+    loaded(make(2), a=x[:2], b=x[1:])
+    loaded(x[1:], a=x[:2], b=make(2))
+    x = make(4)  # between each other, but with no byte in common
+    apart = {"a": x[::2], "b": x[1::2]}
+    got = loaded(make(2), **apart)
+    assert all(got[name] is value for name, value in apart.items())
+
+
+def test_what_two_targets_share_is_not_overwritten(tmp_path):
+    save(2, lambda _: {"p": PerRank({"a": np.ones(2)}), "q": PerRank(np.full(2, 2.0))}, tmp_path)
+    x = np.zeros(2)
+    target = {"p": PerRank({"a": x}, resize=resizing.first), "q": PerRank(x, resize=resizing.first)}
+    load([target], tmp_path)
+    assert target["p"].value["a"].tolist() == [1.0, 1.0]
+    assert target["q"].value.tolist() == [2.0, 2.0]
+
+
+def test_an_array_that_cannot_be_filled_is_replaced(tmp_path):
+    save(2, lambda _: {"w": np.ones(3), "own": PerRank({"a": np.arange(3.0)})}, tmp_path)
+    fixed = np.zeros(3)
+    fixed.flags.writeable = False
+    repeated = torch.zeros(1, dtype=torch.float64).expand(3)
+    resized = torch.zeros(3, dtype=torch.float64)
+    resized.untyped_storage().resize_(0)
+    for one in (fixed, repeated, resized, np.ma.masked_array(np.zeros(3))):
+        # On one rank of two only, on the number that saved it; and on another number.
+        for arrays in ([np.zeros(3), one], [one]):
+            targets = [
+                {"w": np.zeros(3), "own": PerRank({"a": array}, resize=resizing.first)}
+                for array in arrays
+            ]
+            load(targets, tmp_path)
+            assert all(target["w"].all() for target in targets)
+            assert targets[-1]["own"].value["a"] is not one
+            assert targets[-1]["own"].value["a"].tolist() == [0.0, 1.0, 2.0]
+    assert not fixed.any()
+    assert not repeated.any()
+
+
 Point = namedtuple("Point", "x y")
 
 
@@ -478,6 +542,41 @@ def test_what_cannot_be_dealt():
     kept = [{"n": np.int64(4), "buffer": torch.ones(2)}] * 2
     assert deal(kept, 0, 1)["n"] == 8
     assert kept[0]["n"] == 4
+
+
+@pytest.mark.parametrize(
+    "counter",
+    [
+        np.int32(3),
+        np.array(3),
+        np.array([3], ">i4"),
+        np.array([[3]], np.uint8),
+        torch.tensor(3),
+        torch.tensor([3], dtype=torch.int16),
+    ],
+)
+def test_counters_in_arrays_stay_arrays(tmp_path, counter):
+    deal = resizing.deal_counts("n")
+    made = deal([{"n": counter}] * 3, 0, 1)["n"]
+    assert type(made) is type(counter)
+    assert (made.dtype, made.shape) == (counter.dtype, counter.shape)
+    assert int(made) == 9 if made.ndim == 0 else made.reshape(-1).tolist() == [9]
+    assert (counter == 3).all()
+    save(2, lambda rank: {"own": PerRank({"n": counter})}, tmp_path)
+    target = {"own": PerRank({"n": counter * 0}, resize=deal)}
+    load([target], tmp_path)
+    assert (target["own"].value["n"] == 6).all()
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor])
+def test_arrays_that_are_no_counters(make):
+    deal = resizing.deal_counts("n")
+    for held in ([3, 3], [], 3.0, [3.0]):
+        with pytest.raises(TypeError, match="not a count"):
+            deal([{"n": make(held)}], 0, 2)
+    small = make([100], dtype=np.int8 if make is np.array else torch.int8)
+    with pytest.raises((OverflowError, RuntimeError)):
+        deal([{"n": small}] * 2, 0, 1)
 
 
 # --- a loader of data

@@ -317,7 +317,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def fill(self) -> Any:
         """Put what was read into the target; returns the filled tree."""
-        placing, restored = Placing(), self._ranks.restoring.values
+        placing, restored = Placing(self._filling.overlaps), self._ranks.restoring.values
         for number, path in (self._flat.whole or {}).items():
             old = cast("PerRank[Any]", self._flat.values[number]).value
             self.results[number] = (

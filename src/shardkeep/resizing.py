@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from shardkeep.per_rank import Resize
 
 __all__ = ["Resize", "deal_counts", "first", "refuse"]
@@ -91,22 +93,45 @@ def _at(value: Any, path: tuple[str, ...]) -> int:
         if not isinstance(value, Mapping) or key not in value:
             raise KeyError(f"there is no counter {name}")
         value = value[key]
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    count = None if isinstance(value, bool) else _count(value)
+    if count is None:
         raise TypeError(f"{name} is {value!r}, not a count")
-    count = value.__index__()
     if count < 0:
         raise ValueError(f"{name} is {count}; a count is not negative")
-    return int(count)
+    return count
+
+
+def _count(value: Any) -> int | None:
+    """An integer of Python or numpy, or an array that holds a single one; None for others."""
+    if isinstance(value, np.ndarray) and value.size == 1:
+        value = value.reshape(())
+    if not isinstance(value, (int, np.integer)) and not hasattr(value, "shape"):
+        return None
+    try:
+        return int(value.__index__())
+    except (AttributeError, TypeError):
+        return None
 
 
 def _with(value: Any, path: tuple[str, ...], count: int) -> Any:
-    """The value with another count; the class of the count stays (numpy's integers)."""
+    """The value with another count; the class of the count stays (numpy's integers, arrays)."""
     if not path:
-        kind: Any = type(value)
-        return kind(count)
+        made = _made_like(value, count)
+        if _count(made) != count:
+            raise OverflowError(f"{count} is too much for the {value.dtype} of the counter")
+        return made
     changed = type(value)(value)
     changed[path[0]] = _with(value[path[0]], path[1:], count)
     return changed
+
+
+def _made_like(value: Any, count: int) -> Any:
+    if isinstance(value, np.ndarray):
+        return np.full_like(value, count)
+    if hasattr(value, "new_full"):  # of torch; its class would take the number for a length
+        return value.new_full(value.shape, count)
+    kind: Any = type(value)
+    return kind(count)
 
 
 def _differences(one: Any, two: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -212,8 +213,7 @@ class Filling:
         """Pieces whose addresses lie between those of another one; mostly there are none."""
         memories = [piece.memory for piece in self._pieces]
         devices = {memory.device: None for memory in memories if memory is not None}
-        bounds = np.array([m.bounds() if m else (0, 0) for m in memories], np.uint64).reshape(-1, 2)
-        low, high = bounds[self._piece].T + self._shift
+        low, high = self._bounds
         suspect = np.zeros(len(self._piece), np.bool_)
         for device in devices:
             here = np.array([m is not None and m.device == device for m in memories], np.bool_)
@@ -225,7 +225,27 @@ class Filling:
             follows = np.searchsorted(low[rows], high[rows])
             suspect[rows[follows > np.arange(1, len(rows) + 1)]] = True
         for number in np.flatnonzero(suspect).tolist():
-            memory = memories[self._piece[number]]
+            memory = self._memory(number)
             assert memory is not None
-            address = (memory.address + int(self._shift[number])) % 2**64
-            yield self.names[number], replace(memory, address=address), self.boxes[number]
+            yield self.names[number], memory, self.boxes[number]
+
+    def overlaps(self, memory: Memory) -> bool:
+        """Whether any piece has a byte of this memory."""
+        low, high = self._bounds
+        begin, end = memory.bounds()
+        near = np.flatnonzero((low < np.uint64(end)) & (high > np.uint64(begin))).tolist()
+        return any(one.overlaps(memory) for one in map(self._memory, near) if one is not None)
+
+    @cached_property
+    def _bounds(self) -> tuple[Addresses, Addresses]:
+        """Lowest address and end of each piece; 0 where nothing is known."""
+        memories = [piece.memory for piece in self._pieces]
+        bounds = np.array([m.bounds() if m else (0, 0) for m in memories], np.uint64).reshape(-1, 2)
+        low, high = bounds[self._piece].T + self._shift
+        return low, high
+
+    def _memory(self, number: int) -> Memory | None:
+        memory: Memory | None = self._pieces[self._piece[number]].memory
+        if memory is None:
+            return None
+        return replace(memory, address=(memory.address + int(self._shift[number])) % 2**64)
