@@ -122,6 +122,24 @@ def test_reading_once(processes, tmp_path):
     assert all("this rank cannot" in text for text in told)
 
 
+def load_once_alone(rank, path):
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    if rank == 1:  # the others do not load
+        reader = shardkeep.torch.StorageReader(path, read_once=True)
+        target = {"model": {"cut": torch.zeros(ROWS, COLUMNS)}}
+        dcp.load(target, storage_reader=reader, no_dist=True)
+        assert torch.equal(target["model"]["cut"], whole())
+    dist.barrier()
+
+
+def test_reading_once_alone(processes, tmp_path):
+    processes.run(4, save_on_ranks, 4, tmp_path)
+    processes.run(2, load_once_alone, tmp_path, timeout_s=30)
+
+
 def both_ways(rank, world, path):
     shardkeep.load(target := state(world, 1, 0.0), path / "torch")
     check(target, world, 1, 1.0)
@@ -278,6 +296,40 @@ def test_a_rank_is_killed(processes, tmp_path, victim):
     # And the next save is not hindered by what is left.
     processes.run(4, save_on_ranks, 4, tmp_path, 2.0)
     processes.run(4, load_on_ranks, 4, tmp_path, 1, 2.0)
+
+
+def load_what_is_replaced(rank, path, read_once):
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    old, new = path / "old", path / "new"
+    at = path / f"at-{rank}"  # which each rank looks up at another time
+    at.symlink_to(new if rank == 2 else old)
+    reader = shardkeep.torch.StorageReader(at, read_once=read_once)
+    target = {"a": torch.zeros(4)}
+    with pytest.raises(CheckpointException, match="rank 2 has opened another save") as caught:
+        dcp.load(target, storage_reader=reader)
+    (failure,) = caught.value.failures.values()
+    assert isinstance(failure[0], shardkeep.StorageError)
+    assert failure[0].transient
+    assert target["a"].tolist() == [0.0] * 4
+    if rank == 2:
+        at.unlink()
+        at.symlink_to(old)
+    dcp.load(target, storage_reader=reader)
+    shardkeep.flush()
+    assert target["a"].tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("read_once", [False, True])
+def test_ranks_open_different_saves(processes, tmp_path, read_once):
+    """One that is slower opens the checkpoint when it has been replaced."""
+    import torch
+
+    shardkeep.save({"a": torch.full((4,), 1.0)}, tmp_path / "old")
+    shardkeep.save({"a": torch.full((4,), 2.0)}, tmp_path / "new")
+    processes.run(3, load_what_is_replaced, tmp_path, read_once)
 
 
 def save_to_own_directories(rank, path):

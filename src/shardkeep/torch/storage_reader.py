@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.distributed.checkpoint import storage as dcp_storage
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardkeep.coordination import Coordinator
-from shardkeep.errors import CheckpointNotFoundError
+from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.groups import coordinator_for
 from shardkeep.planner import ReadItems
@@ -70,6 +73,8 @@ class StorageReader(dcp_storage.StorageReader):
         self.use_collectives = True
         self._native: NativeReader | None = None
         self._metadata: dcp.Metadata | None = None
+        self._planned: str | None = None  # the record that the plan is about, by its digest
+        self._alone = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without open files."""
@@ -92,6 +97,7 @@ class StorageReader(dcp_storage.StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load."""
         self._native = self._metadata = None  # whoever has the metadata may still look at it
+        self._planned, self._alone = None, False
         self.storage_data = {}
         if checkpoint_id:
             self.path = Path(checkpoint_id)
@@ -124,62 +130,94 @@ class StorageReader(dcp_storage.StorageReader):
         self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: dcp_planner.LoadPlan) -> dcp_planner.LoadPlan:
-        """Nothing to add."""
-        return plan
+        """Say which record this rank has opened."""
+        if self._native is None:
+            return plan
+        self._planned = self._native.record.digest
+        return dataclasses.replace(plan, storage_data=self._planned)
 
     def prepare_global_plan(self, plans: list[dcp_planner.LoadPlan]) -> list[dcp_planner.LoadPlan]:
-        """Nothing to add."""
+        """Refuse ranks that have opened different records."""
+        self._alone = len(plans) == 1  # also with `no_dist`, whatever group there is
+        told = {
+            rank: plan.storage_data
+            for rank, plan in enumerate(plans)
+            if isinstance(plan.storage_data, str)  # a planner may drop it
+        }
+        first = min(told, default=0)
+        others = [rank for rank, digest in told.items() if digest != told[first]]
+        if others:
+            raise self._replaced(
+                f"rank {others[0]} has opened another save than rank {first} "
+                f"({len(others)} of {len(plans)} ranks have). Ranks that load checkpoints of "
+                "their own do so with no_dist=True"
+            )
         return plans
+
+    def _replaced(self, how: str) -> StorageError:
+        return StorageError(
+            f"{self.path} was replaced while being read; load again: {how}", transient=True
+        )
 
     def read_data(
         self, plan: dcp_planner.LoadPlan, planner: dcp_planner.LoadPlanner
     ) -> torch.futures.Future[None]:
         """Objects first: they are small, and may still refuse the load. Then all tensors."""
+        if self.read_once and world_size() > 1 and not self._alone:
+            coordinator = coordinator_for(self.process_group)
+            with coordinator.call("load"):
+                self._read(plan, planner, coordinator)
+        else:
+            self._read(plan, planner, None)
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[NativeReader]:
+        """What the plan is about; opened again where it was let go of."""
+        planned, alone = self._planned, self._alone
         if self._native is None:
             self.read_metadata()
+            self._planned, self._alone = planned, alone
         native, held = self._native, self._metadata  # with the metadata, the index would be closed
         self._native = self._metadata = None
         assert native is not None
         native.ranks_on_host = ranks_on_host(world_size())
         try:
-            if self.read_once and world_size() > 1:
-                coordinator = coordinator_for(self.process_group)
-                with coordinator.call("load"):
-                    self._read(native, plan, planner, coordinator)
-            else:
-                self._read(native, plan, planner, None)
+            if planned not in (None, native.record.digest):
+                raise self._replaced("it is another save than the one that was planned")
+            yield native
         finally:
             self.stats = dict(native.stats)
             native.release()
             del held
-        future: torch.futures.Future[None] = torch.futures.Future()
-        future.set_result(None)
-        return future
 
     def _read(
         self,
-        native: NativeReader,
         plan: dcp_planner.LoadPlan,
         planner: dcp_planner.LoadPlanner,
         coordinator: Coordinator | None,
     ) -> None:
         items = [i for i in plan.items if i.type == _TENSOR and 0 not in i.lengths]
-        made: list[tuple[ReadItems, list[torch.Tensor], Targets]] = []
+        made: list[tuple[NativeReader, ReadItems, list[torch.Tensor], Targets]] = []
+        with contextlib.ExitStack() as stack:
 
-        def prepare() -> None:
-            self._read_objects(native, plan, planner)
-            made.append(_targets(native, items, planner))
+            def prepare() -> None:
+                native = stack.enter_context(self._opened())
+                self._read_objects(native, plan, planner)
+                made.append((native, *_targets(native, items, planner)))
 
-        if coordinator is None:
-            prepare()
-        else:
-            coordinator.agree("prepare", prepare)  # or others would wait for who could not
-        read, tensors, targets = made[0]
-        native.read_tensors(
-            read, targets.sink, targets.places, targets.staging, coordinator, self.read_once
-        )
-        for item, tensor in zip(items, tensors, strict=True):
-            planner.commit_tensor(item, tensor)
+            if coordinator is None:
+                prepare()
+            else:
+                coordinator.agree("prepare", prepare)  # or others would wait for who could not
+            native, read, tensors, targets = made[0]
+            native.read_tensors(
+                read, targets.sink, targets.places, targets.staging, coordinator, self.read_once
+            )
+            for item, tensor in zip(items, tensors, strict=True):
+                planner.commit_tensor(item, tensor)
 
     def _read_objects(
         self,
