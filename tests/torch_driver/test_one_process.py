@@ -202,6 +202,42 @@ def test_targets_that_share_memory(tmp_path):
         load({"a": room, "c": room}, tmp_path)
 
 
+class Plain(torch.Tensor):
+    """A class that changes nothing."""
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.conj(), lambda x: x.conj().imag, lambda x: x.as_subclass(Plain)],
+    ids=["conj", "neg", "subclass"],
+)
+def test_views_that_share_memory(tmp_path, view):
+    """Both are filled at the same time, also where torch does the copying."""
+    save({"a": view(torch.full((3,), 1 + 1j)).clone(), "b": torch.full((3,), 2 + 2j)}, tmp_path)
+    room = torch.zeros(3, dtype=torch.complex64)
+    with pytest.raises(CheckpointException, match="shares memory with"):
+        load({"a": view(room), "b": room}, tmp_path)
+    apart = load({"a": view(room), "b": torch.zeros_like(room)}, tmp_path)
+    assert apart["b"].tolist() == [2 + 2j] * 3
+    assert torch.equal(apart["a"], view(torch.full((3,), 1 + 1j)))
+
+
+def test_ties_of_the_same_form(tmp_path):
+    """The same content fits into one memory, unless it becomes other bytes there."""
+    content = torch.full((3,), 1 + 1j)
+    save({"a": content, "b": content.clone()}, tmp_path)
+    room = torch.zeros_like(content)
+    for one, other in ((room.conj(), room.conj()), (room.as_subclass(Plain), room)):
+        load({"a": one, "b": other}, tmp_path)
+        assert torch.equal(one, content)
+    with pytest.raises(CheckpointException, match="shares memory with"):
+        load({"a": room.conj(), "b": room}, tmp_path)
+    numbers = torch.ones(3)
+    save({"a": numbers, "b": numbers.clone()}, tmp_path / "numbers")
+    with pytest.raises(CheckpointException, match="shares memory with"):  # torch casts one of them
+        load({"a": numbers.view(torch.int32), "b": numbers}, tmp_path / "numbers")
+
+
 class Counter:
     """Torch calls both methods."""
 
@@ -526,6 +562,29 @@ def test_hostile_objects(tmp_path):
             decode_object(values.encode(bad), "x")
 
 
+@pytest.mark.parametrize(
+    ("kind", "items"),
+    [
+        ("torch.Tensor", ("float32", (1,))),
+        ("torch.Tensor", ("nothing", (), b"")),
+        ("torch.Tensor", ([], (), b"")),
+        ("torch.Tensor", ("float32", (1,), "1234")),
+        ("torch.Tensor", ("float32", (1,), 4)),
+        ("torch.Tensor", ("float32", (0, 2**62, 2**62), b"")),
+        ("numpy.ndarray", ("float32", (), b"1234", 0)),
+        ("numpy.ndarray", ("float32", (2**70, 0), b"")),
+        ("io.BytesIO", (0,)),
+        ("io.BytesIO", ()),
+    ],
+)
+def test_hostile_fields(kind, items):
+    """The builders say what does not fit, whoever calls them."""
+    from shardkeep.torch.objects import _build
+
+    with pytest.raises(shardkeep.FormatError, match=f"not a {kind}"):
+        _build(kind, (), items)
+
+
 def test_failing_leaves_what_was_there(tmp_path):
     save({"a": torch.ones(3)}, tmp_path)
     before = sorted(os.listdir(tmp_path / "data"))
@@ -550,6 +609,28 @@ def test_they_can_be_pickled(tmp_path):
     assert pickle.loads(pickle.dumps(metadata)) == metadata
     again = pickle.loads(pickle.dumps(reader))
     assert_same(load({"a": torch.zeros(3)}, again.path)["a"], torch.ones(3))
+
+
+def test_it_is_replaced_after_it_was_planned(tmp_path):
+    """A reader that has to open the checkpoint again must not read another save."""
+    save({"a": torch.ones(3)}, tmp_path)
+    target = {"a": torch.zeros(3)}
+    reader, planner = bridge.StorageReader(tmp_path), DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(target, metadata, True)
+    reader.set_up_storage_reader(metadata, True)
+    (plan,) = reader.prepare_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    reader = pickle.loads(pickle.dumps(reader))  # without open files
+    reader.read_data(plan, planner)
+    assert target["a"].tolist() == [1.0] * 3
+    shardkeep.save({"a": torch.full((3,), 2.0)}, tmp_path, overwrite=True)
+    for _ in range(2):
+        with pytest.raises(shardkeep.StorageError, match="was replaced while being read") as caught:
+            reader.read_data(plan, planner)
+        assert caught.value.transient
+    assert target["a"].tolist() == [1.0] * 3
+    load(target, tmp_path)
+    assert target["a"].tolist() == [2.0] * 3
 
 
 def test_torch_save_and_back(tmp_path, monkeypatch):

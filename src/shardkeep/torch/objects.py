@@ -96,7 +96,12 @@ def decode_object(data: bytes, name: str, target: object = None) -> object:
 
 def _build(kind: str, fields: tuple[str, ...], items: tuple[object, ...]) -> object:
     builder = _BUILDERS.get(kind)
-    return items if builder is None else builder(*items)
+    if builder is None:
+        return items
+    try:
+        return builder(*items)
+    except (KeyError, TypeError, ValueError) as error:  # too few fields, no dtype, sizes too large
+        raise FormatError(f"not a {kind}: {type(error).__name__}: {error}") from error
 
 
 def _build_stream(position: int, data: bytes) -> io.BytesIO:

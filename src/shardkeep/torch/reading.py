@@ -108,6 +108,8 @@ class Targets:
         kinds = read.tensors.kind[read.chunks.tensor].tolist()
         self._sinks: list[Sink] = []
         self.memories: list[Memory | None] = []
+        self.forms = [(t.dtype, t.is_conj(), t.is_neg()) for t in tensors]
+        """What the same element becomes in memory."""
         addresses = np.zeros(len(items), np.uint64)
         for at, (item, tensor, kind) in enumerate(zip(items, tensors, kinds, strict=True)):
             sink, memory = _sink(tensor, stored[kind], item.dest_index.fqn)
@@ -126,26 +128,34 @@ class Targets:
 def _sink(tensor: torch.Tensor, stored: DType, name: str) -> tuple[Sink, Memory | None]:
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     lazy = plain and (tensor.is_conj() or tensor.is_neg())
-    if not plain or lazy:
-        return CopySink(tensor), None
-    if TABLE.get(str(tensor.dtype)[6:]) is not stored:
+    if not plain or lazy or TABLE.get(str(tensor.dtype)[6:]) is not stored:
         return CopySink(tensor), _memory(tensor)
     target = ADAPTER.target(tensor, name, None)
     return target.pieces[0].sink, target.memory
 
 
-def _memory(tensor: torch.Tensor) -> Memory:
+def _memory(tensor: torch.Tensor) -> Memory | None:
+    """None for what has no memory of its own: sparse tensors, and classes that wrap others."""
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError:
+        return None
+    if address == 0:
+        return None
     item = tensor.element_size()
     strides = tuple(step * item for step in tensor.stride())
-    return Memory(str(tensor.device), tensor.data_ptr(), tuple(tensor.shape), strides, item)
+    return Memory(str(tensor.device), address, tuple(tensor.shape), strides, item)
 
 
 def shared_targets(
     items: Sequence[dcp.ReadItem],
     memories: Sequence[Memory | None],
+    forms: Sequence[object],
     same_content: Callable[[str, str], bool],
 ) -> None:
-    """Raise where two tensors of the target share memory, and what is stored for them differs.
+    """Raise where two tensors of the target share memory, and would get different contents.
 
     They are filled at the same time, so neither would be what is stored.
     """
@@ -167,10 +177,11 @@ def shared_targets(
         for other in near:
             tied = other[0] != key[0] and _clash(memories, of[key], of[other])
             if tied and not (
-                _alike(items, memories, of[key], of[other]) and same_content(key[0], other[0])
+                _alike(items, memories, forms, of[key], of[other])
+                and same_content(key[0], other[0])
             ):
                 faults[key[0]] = (
-                    f"shares memory with {other[0]}, but the two are stored with different contents"
+                    f"shares memory with {other[0]}, but the two would get different contents"
                 )
         near.append(key)
         reach = device, max(high, reach[1]) if device == reach[0] else high
@@ -189,13 +200,18 @@ def _clash(memories: Sequence[Memory | None], a: list[int], b: list[int]) -> boo
 
 
 def _alike(
-    items: Sequence[dcp.ReadItem], memories: Sequence[Memory | None], a: list[int], b: list[int]
+    items: Sequence[dcp.ReadItem],
+    memories: Sequence[Memory | None],
+    forms: Sequence[object],
+    a: list[int],
+    b: list[int],
 ) -> bool:
-    """Whether the same regions go to the same places."""
+    """Whether the same regions go to the same places, in the same form."""
 
     def regions(rows: list[int]) -> list[Any]:
         return [
-            (memories[at], items[at].storage_index.offset, items[at].storage_offsets) for at in rows
+            (memories[at], forms[at], items[at].storage_index.offset, items[at].storage_offsets)
+            for at in rows
         ]
 
     return len(a) == len(b) and all(one in regions(b) for one in regions(a))

@@ -250,5 +250,5 @@ def _targets(
                 f"gives a tensor of shape {tuple(tensor.size())}: mismatch sizes"
             )
     targets = Targets(items, tensors, read)
-    shared_targets(items, targets.memories, native.same_content)
+    shared_targets(items, targets.memories, targets.forms, native.same_content)
     return read, tensors, targets
