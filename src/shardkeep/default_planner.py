@@ -219,15 +219,20 @@ class DefaultSavePlanner(SavePlanner):
         self._holding = Holding.of(tree.flatten({}))
         self._values = []
 
-    def digests(self, pieces: Sequence[int], values: Sequence[int]) -> list[bytes]:
-        """What undeclared replicas are compared by: first of these pieces, then of these values."""
+    def digests(
+        self, pieces: Sequence[int], values: Sequence[int], in_full: Sequence[bool]
+    ) -> list[bytes]:
+        """What undeclared replicas are compared by: first of these pieces, then of these values.
+
+        `in_full` says of which pieces every byte counts, whatever `check_replicas` says.
+        """
         held = self._holding.pieces(np.array(pieces, np.int64))
-        found = [self._digest(source, nbytes, itemsize) for source, nbytes, itemsize in held]
+        found = [self._digest(*one, full) for one, full in zip(held, in_full, strict=True)]
         return found + [xxhash.xxh3_128_digest(self._values[number]) for number in values]
 
-    def _digest(self, source: Source, nbytes: int, itemsize: int) -> bytes:
+    def _digest(self, source: Source, nbytes: int, itemsize: int, full: bool) -> bytes:
         """All bytes of a small piece; of a large one all, or its two ends and its middle."""
-        if nbytes <= FULL_DIGEST_BYTES or self.check_replicas == "full":
+        if full or nbytes <= FULL_DIGEST_BYTES or self.check_replicas == "full":
             spans = [(at, min(at + _UNIT, nbytes)) for at in range(0, nbytes, _UNIT)]
         else:
             middle = nbytes // 2 // SAMPLE_BYTES * SAMPLE_BYTES

@@ -77,9 +77,11 @@ class _Rows:
     item: Ints
     source: Ints
     describe: Callable[[int], str]
+    in_full: npt.NDArray[np.bool_]
 
     def none(self) -> _Rows:
-        return _Rows(self.rank[:0], self.item[:0], self.source[:0], self.describe)
+        none = self.rank[:0], self.item[:0], self.source[:0]
+        return _Rows(*none, self.describe, self.in_full[:0])
 
 
 def _join_shared(chunks: _Rows, values: _Rows) -> Shared:
@@ -94,6 +96,7 @@ def _join_shared(chunks: _Rows, values: _Rows) -> Shared:
         np.concatenate([chunks.source, values.source]),
         first,
         describe,
+        np.concatenate([chunks.in_full, values.in_full]),
     )
 
 
@@ -264,8 +267,10 @@ def _join_chunks(
     distinct, whose = boxes.take(first), tensor[first]
     del keys, tensor, boxes, first  # the largest columns there are
     rank, source = rank[order], source[order]
-    declared = _find_declared(items, order, group_start)
-    shared = _shared_chunks(items, declared, tensors, whose, group_start, rank, source, distinct)
+    declared, contested = _find_declared(items, order, group_start)
+    shared = _shared_chunks(
+        items, declared, contested, tensors, whose, group_start, rank, source, distinct
+    )
     check_tilings(tensors, whose, distinct, rank[group_start[:-1]])
 
     stored = tensors.alias_of[whose] == NO_ALIAS
@@ -325,16 +330,18 @@ def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes:
 
 def _find_declared(
     items: Sequence[WriteItems], order: npt.NDArray[np.intp], group_start: Ints
-) -> npt.NDArray[np.bool_]:
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """Which of the groups are declared replicas: all that hold one box declare the same.
 
     Where they do not, as parameters that FSDP has cut and tensor parallelism has not, which lie on
-    a mesh for each of its ranks, nothing is declared that could be relied on.
+    a mesh for each of its ranks, nothing is declared that could be relied on. These are the second
+    answer: they may as well be different tensors of one name.
     """
     several = np.flatnonzero(np.diff(group_start) > 1)
     declared = np.zeros(len(group_start) - 1, np.bool_)
+    contested = np.zeros_like(declared)
     if len(several) == 0 or any(part.local is None for part in items):
-        return declared
+        return declared, contested
     locals_ = [part.local for part in items if part.local is not None]
     replicas = np.concatenate([local.replicas for local in locals_])
     declared[several] = replicas[order[group_start[several]]] != 0
@@ -342,12 +349,14 @@ def _find_declared(
     group = np.repeat(several, np.diff(start))
     differs = replicas[order[rows]] != replicas[order[group_start[group]]]
     declared[group[differs]] = False
-    return declared
+    contested[group[differs]] = True
+    return declared, contested
 
 
 def _shared_chunks(
     items: Sequence[WriteItems],
     declared: npt.NDArray[np.bool_],
+    contested: npt.NDArray[np.bool_],
     tensors: TensorTable,
     whose: Ints,
     group_start: Ints,
@@ -366,7 +375,7 @@ def _shared_chunks(
     def describe(item: int) -> str:
         return _box_text(tensors, of, some, int(np.searchsorted(several, item)))
 
-    return _Rows(rank[rows], group, source[rows], describe)
+    return _Rows(rank[rows], group, source[rows], describe, contested[group])
 
 
 def _box_text(tensors: TensorTable, whose: Ints, boxes: Boxes, row: int) -> str:
@@ -431,7 +440,11 @@ def _join_values(items: Sequence[WriteItems], names: _Names) -> tuple[ValueTable
     if any(part.local is None for part in items):
         several[:] = False
     shared = _Rows(
-        rank[several], rows[several], source[several], lambda item: names.value_names[item]
+        rank[several],
+        rows[several],
+        source[several],
+        lambda item: names.value_names[item],
+        np.ones(int(several.sum()), np.bool_),
     )
     holder, number = rank[start[:-1]], source[start[:-1]]
     slot = np.zeros(len(holder), np.int64)

@@ -223,7 +223,7 @@ class Planning:
 
         def fold() -> bytes:
             try:
-                digests.extend(planner.digests(mine.pieces, mine.values))
+                digests.extend(planner.digests(mine.pieces, mine.values, mine.in_full))
             except StalePlan:
                 return b""
             return mine.fold(digests)

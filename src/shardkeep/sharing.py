@@ -40,6 +40,8 @@ class Shared:
     """Items from this one on are values, those before are boxes of tensors."""
     describe: Callable[[int], str]
     """Names an item."""
+    in_full: npt.NDArray[np.bool_]
+    """Whether every byte of it must be compared, whatever `check_replicas` says."""
 
     @classmethod
     def of(
@@ -49,15 +51,26 @@ class Shared:
         source: Ints,
         first_value: int,
         describe: Callable[[int], str],
+        in_full: npt.NDArray[np.bool_] | None = None,
     ) -> Shared:
         """Sort the rows and find out who shares with whom."""
+        if in_full is None:
+            in_full = np.zeros(len(rank), np.bool_)
         distinct, which = np.unique(item, return_inverse=True)
         marks = np.random.default_rng(0).integers(1, 2**62, int(rank.max(initial=0)) + 1)
         sums = np.zeros(len(distinct), np.int64)
         np.add.at(sums, which, marks[rank])
         holders = np.unique(sums, return_inverse=True)[1][which]
         order = np.lexsort((source, item, rank))
-        return cls(rank[order], item[order], source[order], holders[order], first_value, describe)
+        return cls(
+            rank[order],
+            item[order],
+            source[order],
+            holders[order],
+            first_value,
+            describe,
+            in_full[order],
+        )
 
     def messages(self, world_size: int) -> list[bytes]:
         """What each rank must know; nothing at all where nobody shares anything."""
@@ -73,6 +86,7 @@ class Shared:
                         "pieces": narrow(self.source[low : low + pieces]),
                         "values": narrow(self.source[low + pieces : high]),
                         "holders": narrow(self.holders[low:high]),
+                        "in_full": np.packbits(self.in_full[low : low + pieces]),
                     }
                 )
             )
@@ -134,13 +148,17 @@ class Share:
     """Numbers of its values."""
     holders: Ints
     """The set of ranks that each is shared with: of the pieces, then of the values."""
+    in_full: list[bool]
+    """For each piece, whether to digest every byte of it."""
 
     @classmethod
     def decode(cls, message: bytes) -> Share:
         """One of `Shared.messages`."""
         part = unpack(message)
         holders = part["holders"].astype(np.int64)
-        return cls(part["pieces"].tolist(), part["values"].tolist(), holders)
+        pieces = part["pieces"].tolist()
+        in_full = np.unpackbits(part["in_full"], count=len(pieces)).astype(np.bool_)
+        return cls(pieces, part["values"].tolist(), holders, in_full.tolist())
 
     def fold(self, digests: Sequence[bytes]) -> bytes:
         """One digest for each set of ranks."""

@@ -292,6 +292,32 @@ def test_one_name_on_two_meshes_may_be_one_tensor(tmp_path):
         assert saved["w"][:, 0].tolist() == [0, 0, 1, 1]
 
 
+def test_one_name_on_two_meshes_is_compared_in_full(tmp_path):
+    """Large tables of two stages that differ in a row that no sample sees; also in later saves."""
+
+    def build(row):
+        table = torch.zeros(1 << 12, 128)
+        table[row] = 1
+        mesh = DeviceMesh("cpu", [dist.get_rank()])
+        return {"w": on_mesh(table, mesh, [Shard(0)])}
+
+    same = on_ranks(2, lambda: build(700))
+    save(same, tmp_path / "same")
+    differs = on_ranks(2, lambda: build(700 + dist.get_rank()))
+    with pytest.raises(PlanError, match=r"w offsets .* on ranks 0, 1"):
+        save(differs, tmp_path / "new")
+    save(differs, tmp_path / "off", check_replicas="off")
+
+    def work(ranks):
+        state = same[ranks.rank]
+        shardkeep.save(state, tmp_path / "first", process_group=ranks)
+        state["w"]._local_tensor[900 + ranks.rank] = 1
+        with pytest.raises(PlanError, match=r"w offsets .* on ranks 0, 1"):
+            shardkeep.save(state, tmp_path / "again", process_group=ranks)
+
+    ThreadRanks(2).run(work)
+
+
 def test_a_plain_tensor_beside_a_distributed_one_is_compared(tmp_path):
     def build(value):
         if dist.get_rank() == 0:
