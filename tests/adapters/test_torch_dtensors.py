@@ -540,6 +540,8 @@ def test_uneven_strided_shards_made_by_hand_are_refused(tmp_path):
 class Scaled(torch.Tensor):
     """Numbers, and a factor for each column of them."""
 
+    shardkeep_alike = ("numbers",)
+
     @staticmethod
     def __new__(cls, numbers, factors):
         return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=numbers.dtype)
@@ -568,7 +570,7 @@ def scaled(world, empty=False, dim=0):
 
 
 def test_local_tensors_that_are_made_of_others(tmp_path):
-    """What has their shape is spread as they are; all else is the rank's own."""
+    """What is declared to have their elements is spread as they are; all else is the rank's own."""
     save(on_ranks(2, lambda: scaled(2)), tmp_path)
     with shardkeep.open(tmp_path) as saved:
         assert saved["x.numbers"][...].tolist() == torch.arange(16.0).reshape(4, 4).tolist()
@@ -586,6 +588,61 @@ def test_what_is_a_ranks_own_fits_only_the_same_layout(tmp_path, other):
     save(on_ranks(2, lambda: scaled(2)), tmp_path)
     with pytest.raises(MismatchError, match=r"x\.(factors|__layout__)"):
         load(on_ranks(other["world"], lambda: scaled(**other, empty=True)), tmp_path)
+
+
+class Turned(Scaled):
+    """Keeps its numbers transposed, which nothing but itself knows; square, they look the same."""
+
+    shardkeep_alike = ()
+
+    @staticmethod
+    def __new__(cls, numbers, factors):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.T.shape, dtype=numbers.dtype)
+
+    def __tensor_flatten__(self):
+        return ["numbers", "factors"], None
+
+
+def turned(mesh_shape, placements, size=4, empty=False):
+    """On a rank: its block of `size` times `size` numbers."""
+    mesh = init_device_mesh("cpu", mesh_shape)
+    block = torch.arange(1.0, size * size + 1).reshape(size, size)
+    for extent, at, placement in zip(mesh.shape, mesh.get_coordinate(), placements, strict=True):
+        if placement.is_shard():
+            block = block.tensor_split(extent, placement.dim)[at]
+    shape = (size, size)
+    tensor = on_mesh(torch.zeros(block.shape), mesh, placements, shape)
+    inner = block.T.contiguous()
+    tensor._local_tensor = Turned(torch.zeros_like(inner) if empty else inner, torch.ones(2))
+    return {"x": tensor}
+
+
+BLOCKS = ((2, 2), [Shard(0), Shard(1)])
+
+
+def test_a_shape_does_not_tell_where_elements_belong(tmp_path):
+    save(on_ranks(4, lambda: turned(*BLOCKS)), tmp_path)
+    targets = on_ranks(4, lambda: turned(*BLOCKS, empty=True))
+    load(targets, tmp_path)
+    for target, expected in zip(targets, on_ranks(4, lambda: turned(*BLOCKS)), strict=True):
+        found, whole = target["x"]._local_tensor, expected["x"]._local_tensor
+        assert torch.equal(found.numbers, whole.numbers)
+    whole = {"x": Turned(torch.zeros(4, 4), torch.zeros(2))}
+    for others in ([whole], on_ranks(2, lambda: turned((2,), [Shard(0)], empty=True))):
+        with pytest.raises(MismatchError, match=r"x\.(numbers|__layout__)"):
+            load(others, tmp_path)
+
+
+def test_what_is_not_cut_is_whole_whatever_it_is_made_of(tmp_path):
+    save(on_ranks(2, lambda: turned((2,), [Replicate()])), tmp_path)
+    whole = {"x": Turned(torch.zeros(4, 4), torch.zeros(2))}
+    load([whole], tmp_path)
+    assert torch.equal(whole["x"].numbers, torch.arange(1.0, 17).reshape(4, 4).T)
+
+
+def test_unequal_parts_of_what_nobody_knows_are_refused(tmp_path):
+    with pytest.raises(UnsupportedValueError, match=r"unequal parts.*shardkeep_alike"):
+        save(on_ranks(2, lambda: turned((2,), [Shard(0)], size=5)), tmp_path)
 
 
 class Opaque(torch.Tensor):

@@ -2,11 +2,14 @@
 """DTensors around wrapper subclasses, such as the 8-bit optimizer states of torchao with FSDP2.
 
 Each inner tensor of the local one is a part of a whole inner tensor:
-- one of the local tensor's own shape is spread as the DTensor is;
+- one of the local tensor's own shape is spread as the DTensor is, if the class is known to keep
+  elements where the tensor has them, or names the inner tensor in `shardkeep_alike`: the shape
+  alone does not tell, as one that is kept transposed may have it too;
 - one that has an element for every block of the local tensor, in row-major order, is a run of the
   whole one, where the local tensor is a run of whole blocks;
 - a table is the same everywhere;
-- any other is the rank's own, and fits only the very same layout.
+- any other is the rank's own, and fits only the very same layout; of a DTensor that is not cut, it
+  is whole.
 """
 
 from __future__ import annotations
@@ -20,13 +23,15 @@ import torch
 
 from shardkeep.adapters.torch_tensors import wrapper_parts
 from shardkeep.arrays import ArrayParts
+from shardkeep.errors import UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.sharding import ShardedArray
 
 __all__ = ["Spread", "wrapped_parts"]
 
 _BLOCKWISE = "torchao.optim."
-"""Classes whose flat inner tensors go by blocks of elements, in row-major order."""
+"""Classes whose flat inner tensors go by blocks of elements, in row-major order, and whose others
+have an element for each of the tensor's, at its place."""
 _TABLES = frozenset({"qmap"})
 """Inner tensors of those that are the same for all elements."""
 
@@ -49,19 +54,32 @@ def wrapped_parts(value: Any, local: Any, spread: Spread) -> ArrayParts:
     """What a DTensor is stored as whose local tensor is a wrapper subclass."""
     kind, names, context = wrapper_parts(local)
     attributes = {"__context__": _of_whole(context, tuple(local.shape), spread.shape)}
+    is_known = kind.startswith(_BLOCKWISE)
+    declared = getattr(type(local), "shardkeep_alike", ())
     parts: dict[str, object] = {}
     for name in names:
         inner = getattr(local, name)
         made: object = None
-        if inner.shape == local.shape:
+        if is_known and name in _TABLES:
+            made = inner
+        elif inner.shape == local.shape and (is_known or name in declared):
             made = _spread_alike(value, inner)
-        elif kind.startswith(_BLOCKWISE):
-            made = inner if name in _TABLES else _run_of_blocks(local, inner, spread)
+        elif is_known:
+            made = _run_of_blocks(local, inner, spread)
+        elif all(placement.is_replicate() for placement in value.placements):
+            made = ShardedArray.from_local(
+                inner, [0] * inner.dim(), inner.shape, replicas=_ranks(spread)
+            )
         if made is None:
-            made = _own(value, inner, spread)
+            made = _own(value, inner, spread, f"{name} of a {kind}")
             attributes["__layout__"] = [list(value.device_mesh.shape), str(value.placements)]
         parts[name] = made
     return ArrayParts(kind, parts, attributes)
+
+
+def _ranks(spread: Spread) -> list[int]:
+    """Those that hold the same boxes."""
+    return [int(rank) for rank in spread.replicas[1:]]  # type: ignore[call-overload]
 
 
 def _of_whole(context: object, local: tuple[int, ...], whole: tuple[int, ...]) -> object:
@@ -103,11 +121,11 @@ def _run_of_blocks(local: Any, inner: torch.Tensor, spread: Spread) -> ShardedAr
     begin, total = box.offsets[0] * math.prod(spread.shape[1:]), math.prod(spread.shape)
     if begin % block or total % block:
         return None
-    ranks = [int(rank) for rank in spread.replicas[1:]]  # type: ignore[call-overload]
-    return ShardedArray.from_local(inner, (begin // block,), (total // block,), replicas=ranks)
+    where, shape = (begin // block,), (total // block,)
+    return ShardedArray.from_local(inner, where, shape, replicas=_ranks(spread))
 
 
-def _own(value: Any, inner: torch.Tensor, spread: Spread) -> ShardedArray:
+def _own(value: Any, inner: torch.Tensor, spread: Spread, what: str) -> ShardedArray:
     """The inner tensor beside those of all other shards."""
     mesh = value.device_mesh
     at, count = 0, 1
@@ -116,6 +134,12 @@ def _own(value: Any, inner: torch.Tensor, spread: Spread) -> ShardedArray:
     ):
         if not placement.is_replicate():
             at, count = at * extent + coordinate, count * extent
-    ranks = [int(rank) for rank in spread.replicas[1:]]  # type: ignore[call-overload]
+    if math.prod(spread.local_shape or ()) * count != math.prod(spread.shape):
+        raise UnsupportedValueError(
+            f"{what} cannot be stored: shape {spread.shape} is cut into unequal parts, and the "
+            "class does not say which elements of the whole tensor this inner tensor has. If it "
+            "has one for each of the tensor's, at the same place, name it in the class attribute "
+            "shardkeep_alike"
+        )
     offsets, shape = (at, *[0] * inner.dim()), (count, *inner.shape)
-    return ShardedArray.from_local(inner.unsqueeze(0), offsets, shape, replicas=ranks)
+    return ShardedArray.from_local(inner.unsqueeze(0), offsets, shape, replicas=_ranks(spread))
