@@ -1,5 +1,6 @@
 """The global plan of simulated ranks, through the wire, against brute force."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
@@ -265,6 +266,24 @@ def test_declared_beside_undeclared_is_compared():
 def test_declared_replicas_are_believed():
     joined = join({"w": rows(W, 0, 6, (0, 1))}, {"w": rows(W + 1, 0, 6, (0, 1))})
     assert len(joined.chunks) == 1
+
+
+def yielding(array):
+    return replace(rows(array, 0, len(array)), yields=True)
+
+
+def test_what_yields_gives_way_to_what_does_not():
+    joined = join({"w": yielding(W)}, {"w": W + 1}, {"w": yielding(W + 2), "v": yielding(W)})
+    assert list(zip(joined.chunks.tensor.tolist(), joined.chunks.rank.tolist(), strict=True)) == [
+        (0, 2),
+        (1, 1),
+    ]
+    assert len(joined.shared.rank) == 0
+
+
+def test_what_all_holders_would_yield_is_compared():
+    joined = join({"w": yielding(W)}, {"v": W}, {"w": yielding(W + 1)})
+    assert joined.shared.rank.tolist() == [0, 2]
 
 
 def test_values_per_rank_are_all_kept():

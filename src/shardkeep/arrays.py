@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import add
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from shardkeep.memory import Addresses, Memory
 from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
+    "YIELDING",
     "ArrayAdapter",
     "ArrayForm",
     "ArrayParts",
@@ -318,6 +319,10 @@ class SinkPiece:
         """The sink of the same piece in the memory of another target."""
         sink = self.sink
         return PartSink(whole, sink.offsets) if isinstance(sink, PartSink) else whole
+
+
+YIELDING: Final = ("yields",)
+"""The `replicas` of a form that gives way to the same boxes on ranks that do not say so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from shardkeep.boxes import Gap, Outside, linear_starts, tiled, tiling_fault
 from shardkeep.columns import Boxes, Column, Ints, ragged_rows
 from shardkeep.errors import PlanError
 from shardkeep.hints import ranks_hint
-from shardkeep.planner import SavePlan, WriteItems
+from shardkeep.planner import YIELDS, SavePlan, WriteItems
 from shardkeep.replicas import assign_writers, split_replicas
 from shardkeep.sharing import Shared
 from shardkeep.structure import TENSOR, VALUE, Structure, merge
@@ -263,6 +263,7 @@ def _join_chunks(
     keys = _sort_keys(tensors, tensor, boxes)
     order = np.argsort(keys, kind="stable")
     group_start = _group_equal(keys, order, tensor, boxes)
+    order, group_start = _without_yielding(items, order, group_start)
     first = order[group_start[:-1]]
     distinct, whose = boxes.take(first), tensor[first]
     del keys, tensor, boxes, first  # the largest columns there are
@@ -328,6 +329,19 @@ def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes:
     return np.append(np.flatnonzero(begins), len(order))
 
 
+def _without_yielding(
+    items: Sequence[WriteItems], order: npt.NDArray[np.intp], group_start: Ints
+) -> tuple[npt.NDArray[np.intp], Ints]:
+    """Leave out holders of a box that yield to another."""
+    locals_ = [part.local for part in items if part.local is not None]
+    if len(locals_) < len(items) or not any((one.replicas == YIELDS).any() for one in locals_):
+        return order, group_start
+    stays = np.concatenate([local.replicas for local in locals_])[order] != YIELDS
+    staying = np.add.reduceat(stays, group_start[:-1], dtype=np.int64)
+    stays |= np.repeat(staying == 0, np.diff(group_start))
+    return order[stays], np.concatenate([[0], np.cumsum(stays)])[group_start]
+
+
 def _find_declared(
     items: Sequence[WriteItems], order: npt.NDArray[np.intp], group_start: Ints
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
@@ -344,7 +358,7 @@ def _find_declared(
         return declared, contested
     locals_ = [part.local for part in items if part.local is not None]
     replicas = np.concatenate([local.replicas for local in locals_])
-    declared[several] = replicas[order[group_start[several]]] != 0
+    declared[several] = replicas[order[group_start[several]]] > 0
     rows, start = ragged_rows(group_start, several)
     group = np.repeat(several, np.diff(start))
     differs = replicas[order[rows]] != replicas[order[group_start[group]]]

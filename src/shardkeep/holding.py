@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkeep.arrays import ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
+from shardkeep.arrays import YIELDING, ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.memory import Addresses
 from shardkeep.metadata import ChunkStorageMetadata
-from shardkeep.planner import LocalColumns, Place, WriteItems
+from shardkeep.planner import YIELDS, LocalColumns, Place, WriteItems
 from shardkeep.structure import DISTINCT_KEYS, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable
 from shardkeep.traces import Trace
@@ -366,4 +366,6 @@ def replica_number(replicas: tuple[Any, ...]) -> int:
     """A number for a declared set of holders; 0 where none is declared."""
     if not replicas:
         return 0
+    if replicas == YIELDING:
+        return YIELDS
     return xxhash.xxh3_64_intdigest(repr(replicas).encode()) >> 2 | 1

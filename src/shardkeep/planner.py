@@ -68,6 +68,10 @@ class WriteItem:
     """What it is."""
 
 
+YIELDS = -1
+"""In place of a set of holders: only to be saved if no rank holds the same box otherwise."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalColumns:
     """What the global plan must know of a rank's items besides the items themselves."""
@@ -77,7 +81,7 @@ class LocalColumns:
     value_leaf: Ints
     """Leaf number of each value."""
     replicas: Ints
-    """For each chunk: a number for the declared set of holders, 0 where none is declared."""
+    """For each chunk: a number for the declared set of holders, 0 for none, or `YIELDS`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -434,6 +434,8 @@ class ShardedArray:
     """The whole tensor; may list only the shards held here."""
     replicas: tuple[int, ...] = ()
     """Ranks declared to hold these same boxes, sorted; empty where nothing is declared."""
+    yields: bool = False
+    """Whether what a rank holds that does not yield is saved instead; if none does, this is."""
 
     def __post_init__(self) -> None:
         """Refuse local shards that contradict each other or the tensor."""

@@ -67,6 +67,39 @@ def test_statistics_under_ddp(processes, tmp_path):
     processes.run(2, statistics, tmp_path)
 
 
+def statistics_of_each(rank, path):
+    """Buffers whose names no other rank saves are saved by the rank that has them."""
+    torch.manual_seed(rank)
+    model = WithStatistics(rank)
+    model(torch.randn(6, 3) + rank)
+    own = model[1].running_mean.clone()
+
+    def stage(module):
+        return AppState(module, rename=lambda n: f"{rank}.{n}", buffers_from=dist.group.WORLD)
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    model[1].running_mean.copy_(own)  # DDP has made them equal
+    for number, made in enumerate((stage, lambda module: shardkeep.PerRank(AppState(module)))):
+        shardkeep.save({"x": made(wrapped)}, path / str(number))
+        shardkeep.save({"x": made(wrapped)}, path / f"{number}-again")
+        for saved in (f"{number}", f"{number}-again"):
+            into = nn.parallel.DistributedDataParallel(WithStatistics(7))
+            shardkeep.load({"x": made(into)}, path / saved)
+            assert torch.equal(into.module[1].running_mean, own)
+    # Two ranks follow one that saves nothing of the kind: nobody says which of them counts.
+    if rank == 0:
+        app = AppState(nn.Linear(2, 2), rename=lambda n: f"first.{n}")
+    else:
+        app = AppState(nn.BatchNorm1d(4), buffers_from=dist.group.WORLD)
+        app._modules.modules[0][1].running_mean.fill_(rank)
+    with pytest.raises(shardkeep.PlanError, match=r"running_mean offsets .* on ranks 1, 2"):
+        shardkeep.save(app, path / "nobody")
+
+
+def test_statistics_that_no_other_rank_saves(processes, tmp_path):
+    processes.run(3, statistics_of_each, tmp_path)
+
+
 def new_optimizer(rank, layout, path):
     """Saved before the first step: the first step after the load is a first step."""
     job = training.Job(layout)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardkeep.arrays import (
+    YIELDING,
     ArrayAdapter,
     ArrayForm,
     LocalTarget,
@@ -47,7 +48,8 @@ class ShardedArrays(NotComposite, TargetsApart, Unstepped):
                 adapter = adapter_of(shard.array)
                 glance = None if adapter is None else adapter.glances((shard.array,))[0]
                 inner.append((shard.metadata.box, glance))
-            whole = (value.shape, value.metadata.tensor_properties, value.replicas, tuple(inner))
+            declared = value.replicas, value.yields
+            whole = (value.shape, value.metadata.tensor_properties, declared, tuple(inner))
             found.append(None if any(glance is None for _, glance in inner) else whole)
         return found
 
@@ -58,7 +60,8 @@ class ShardedArrays(NotComposite, TargetsApart, Unstepped):
         boxes = tuple(shard.metadata.box for shard in value.local_shards)
         properties = value.metadata.tensor_properties
         dtype = lookup(properties.dtype)
-        return ArrayForm(value.shape, dtype, properties, boxes, value.replicas)
+        replicas = YIELDING if value.yields else value.replicas
+        return ArrayForm(value.shape, dtype, properties, boxes, replicas)
 
     def sources(self, value: ShardedArray, where: str) -> Sequence[Source]:
         """The local arrays."""

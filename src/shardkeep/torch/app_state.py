@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardkeep.errors import MismatchError
 from shardkeep.torch.flat_optimizers import FlatOptimizers
-from shardkeep.torch.modules import Modules, Rename
+from shardkeep.torch.modules import Modules, Rename, yielding
 from shardkeep.torch.optimizers import Optimizers, StoredNames, check_supported
 from shardkeep.tree import Stored
 
@@ -85,7 +85,10 @@ class AppState:
         return self._collect(self._modules.state(), {})
 
     def state_to_save(self, world_size: int) -> dict[str, Any]:
-        """As `state_dict`, but for buffers of which those of another rank count."""
+        """As `state_dict`, but that buffers yield to those of a rank whose count, if it saves them.
+
+        Names do not tell here who saves what: `rename` may give other names on every rank.
+        """
         state = self.state_dict()
         if world_size == 1:
             return state
@@ -93,11 +96,9 @@ class AppState:
         followed = list(self._modules.followed())
         if group is not None and torch.distributed.get_rank(group) > 0:
             followed = list(self._modules.buffers())
-        for name in followed:
-            state["model"].pop(name, None)
+        _yield(state["model"], followed)
         if followed and self._ema_modules is not None:
-            for name in self._ema_modules.buffers():
-                state["ema"].pop(name, None)
+            _yield(state["ema"], self._ema_modules.buffers())
         return state
 
     def state_to_load(self, stored: Stored) -> dict[str, Any]:
@@ -189,6 +190,12 @@ class AppState:
         names: dict[Tensor, list[str]] = self._modules.names()
         for one in self._optimizers.values():
             one.initialise(names)
+
+
+def _yield(state: dict[str, Any], names: Iterable[str]) -> None:
+    for name in names:
+        if name in state:
+            state[name] = yielding(state[name])
 
 
 def _named(given: Any) -> dict[str, list[Any]]:

@@ -9,16 +9,18 @@ would fit only a program that wraps in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardkeep.errors import MismatchError, UnsupportedValueError
+from shardkeep.sharding import ShardedArray
 from shardkeep.torch import flat_parameters
 from shardkeep.wording import names_text
 
-__all__ = ["Modules", "Rename", "canonical_name"]
+__all__ = ["Modules", "Rename", "canonical_name", "yielding"]
 
 Rename = Callable[[str], str]
 """From the name of a parameter or buffer in this process to its name in the checkpoint."""
@@ -124,7 +126,7 @@ class Modules:
             yield self.name(prefix, module, key), key, value
 
     def followed(self) -> Iterator[str]:
-        """Buffers of which those of another rank count: DDP overwrites them whenever it runs."""
+        """Buffers of which those of the first rank count: DDP overwrites them whenever it runs."""
         for prefix, module in self.modules:
             for path, inner in module.named_modules():
                 if type(inner).__name__ == "DistributedDataParallel" and inner.broadcast_buffers:
@@ -187,6 +189,12 @@ class Modules:
                 f"{names_text(left)}. Give the module memory first (module.to_empty(device=...)), "
                 "fill these, then load"
             )
+
+
+def yielding(buffer: Tensor) -> ShardedArray:
+    """A buffer that is saved only if no other rank saves its own under the same name."""
+    made = ShardedArray.from_local(buffer, [0] * buffer.dim(), buffer.shape)
+    return replace(made, yields=True)
 
 
 def _tied(old: Tensor, new: Tensor, key: str, replaced: dict[Tensor, Tensor]) -> Tensor:
