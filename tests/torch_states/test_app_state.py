@@ -507,6 +507,67 @@ def test_lbfgs_is_refused_by_name():
         AppState(model, torch.optim.LBFGS(model.parameters()))
 
 
+class Counting(torch.optim.SGD):
+    """Keeps state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["global"]["k"] = self.state["global"].get("k", 0) + 1
+        return super().step(closure)
+
+
+class Told(torch.optim.SGD):
+    """Has state besides that of its parameters."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "n": 1}
+
+
+class Taking(torch.optim.SGD):
+    """Takes it back in its own way."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+
+
+def test_state_of_no_parameter_is_refused(tmp_path):
+    """It would be lost, and nobody would notice."""
+    model, optimizer = built(lambda m: Counting(m.parameters(), lr=0.1))
+    app = AppState(model, optimizer)
+    shardkeep.save(app, tmp_path / "a")
+    train(model, optimizer, 1)
+    why = r"Counting keeps state of 'global'.*extra"
+    with pytest.raises(UnsupportedValueError, match=why):
+        shardkeep.save(app, tmp_path / "b")
+    with pytest.raises(UnsupportedValueError, match=why):
+        shardkeep.load(app, tmp_path / "a")
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Told, "state_dict"), (Taking, "load_state_dict")])
+def test_state_dicts_of_an_optimizers_own_are_refused(kind, method):
+    model = Net()
+    with pytest.raises(UnsupportedValueError, match=f"{kind.__name__}: it has a {method} of its"):
+        AppState(model, kind(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        "register_state_dict_pre_hook",
+        "register_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_load_state_dict_post_hook",
+    ],
+)
+def test_hooks_of_state_dicts_are_refused(register):
+    model, optimizer = built(OPTIMIZERS["sgd"])
+    app = AppState(model, optimizer)
+    hook = getattr(optimizer, register)(lambda *_: None)
+    with pytest.raises(UnsupportedValueError, match=register.removeprefix("register_")):
+        app.state_dict()
+    hook.remove()
+    app.state_dict()
+
+
 def test_a_parameter_of_no_model_is_refused():
     with pytest.raises(UnsupportedValueError, match=r"group 0 of SGD.*\(8, 4\)"):
         AppState(nn.Linear(1, 1), torch.optim.SGD(Net().first.parameters())).state_dict()

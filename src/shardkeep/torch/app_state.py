@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from shardkeep.errors import MismatchError
 from shardkeep.torch.flat_optimizers import FlatOptimizers
 from shardkeep.torch.modules import Modules, Rename, yielding
-from shardkeep.torch.optimizers import Optimizers, StoredNames, check_supported
+from shardkeep.torch.optimizers import Optimizers, StoredNames
+from shardkeep.torch.supported import check_supported
 from shardkeep.tree import Stored
 
 __all__ = ["AppState"]

@@ -15,6 +15,7 @@ from shardkeep.torch import flat_parameters
 from shardkeep.torch.first_steps import Kept, first_states
 from shardkeep.torch.modules import Modules
 from shardkeep.torch.optimizers import Optimizers, Owned, on_its_device
+from shardkeep.torch.supported import check_state
 from shardkeep.tree import Stored
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class FlatOptimizers(Optimizers):
         """Every named parameter that lies in the flat ones of every group."""
         found = []
         for number, optimizer in enumerate(self.optimizers):
+            check_state(optimizer)
             prefix, module = self._module_of(optimizer)
             state = flat_parameters.optimizer_state(module, optimizer)
             for group, told in zip(optimizer.param_groups, state["param_groups"], strict=True):

@@ -22,10 +22,11 @@ from torch import Tensor
 from shardkeep import values
 from shardkeep.errors import MismatchError, UnsupportedValueError
 from shardkeep.torch.first_steps import Kept, first_states
+from shardkeep.torch.supported import check_state
 from shardkeep.tree import Stored
 from shardkeep.wording import names_text
 
-__all__ = ["Optimizers", "Owned", "StoredNames", "check_supported", "on_its_device"]
+__all__ = ["Optimizers", "Owned", "StoredNames", "on_its_device"]
 
 Options = list[list[Any]]
 """Pairs of a name and a value."""
@@ -89,23 +90,6 @@ class _Below(Mapping[str, Any]):
         return len(self._rest)
 
 
-def check_supported(optimizer: object) -> None:
-    """Refuse optimizers whose state is not that of named parameters."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizers holds a {type(optimizer).__qualname__}, expected optimizers")
-    kinds = {cls.__name__ for cls in type(optimizer).__mro__}
-    why = None
-    if "LBFGS" in kinds:
-        why = "keeps one history over all parameters of a process, in their order"
-    elif "ZeroRedundancyOptimizer" in kinds:
-        why = "spreads its state over the ranks in a way that it alone knows"
-    if why is not None:
-        raise UnsupportedValueError(
-            f"AppState cannot hold a {type(optimizer).__qualname__}: it {why}, and no other number "
-            "of ranks could use it. Save its state_dict() beside the AppState, in PerRank"
-        )
-
-
 class Optimizers:
     """Optimizers that share one space of names, each parameter being in the hands of one."""
 
@@ -122,6 +106,7 @@ class Optimizers:
         """Every parameter of every group."""
         found: dict[Tensor, Owned] = {}
         for optimizer in self.optimizers:
+            check_state(optimizer)
             for number, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
                     if parameter not in names:
