@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 
@@ -162,15 +163,19 @@ def test_a_refused_load_changes_nothing(trained, tmp_path):
     assert all_bits(again, into) == before
 
 
-def test_a_load_that_breaks_off_leaves_no_half_made_state(tmp_path):
-    model, optimizer = built(OPTIMIZERS["adamw"])
-    train(model, optimizer)
-    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
-    (data,) = (tmp_path / "a/data").glob("*-r*")
+def damage(path):
+    (data,) = (path / "data").glob("*-r*")
     damaged = bytearray(data.read_bytes())
     damaged[5000] ^= 1
     data.chmod(0o600)
     data.write_bytes(damaged)
+
+
+def test_a_load_that_breaks_off_leaves_no_half_made_state(tmp_path):
+    model, optimizer = built(OPTIMIZERS["adamw"])
+    train(model, optimizer)
+    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
+    damage(tmp_path / "a")
     again, into = built(OPTIMIZERS["adamw"], seed=9)
     with pytest.raises(shardkeep.CorruptionError):
         shardkeep.load(AppState(again, into), tmp_path / "a")
@@ -585,6 +590,31 @@ def test_groups_that_were_split_or_joined(tmp_path):
     joined = torch.optim.AdamW(again.parameters())
     with pytest.raises(MismatchError, match=r"one group.*weight_decay 0.0 and 0.1"):
         shardkeep.load(AppState(again, joined), tmp_path / "a")
+    keep = ["lr", "weight_decay", "betas"]
+    shardkeep.load(AppState(again, joined, keep_options=keep), tmp_path / "a")
+    assert joined.param_groups[0]["lr"] == 1e-3
+
+
+def test_joined_groups_whose_options_hold_tensors(tmp_path):
+    def build(rates):
+        model = Net()
+        groups = [
+            {"params": some, "lr": torch.tensor([rate])}
+            for some, rate in zip(split(model), rates, strict=True)
+        ]
+        return model, torch.optim.SGD(groups)
+
+    shardkeep.save(AppState(*build([0.5, 0.5])), tmp_path / "same")
+    shardkeep.save(AppState(*build([0.5, 0.25])), tmp_path / "other")
+    model = Net()
+    joined = torch.optim.SGD(model.parameters(), lr=torch.tensor([3.0]))
+    shardkeep.load(AppState(model, joined, keep_options="lr"), tmp_path / "other")
+    assert joined.param_groups[0]["lr"] == 3
+    with pytest.raises(MismatchError, match=r"one group.*: lr .*undefined"):
+        shardkeep.load(AppState(model, joined), tmp_path / "other")
+    assert joined.param_groups[0]["lr"] == 3
+    shardkeep.load(AppState(model, joined), tmp_path / "same")
+    assert joined.param_groups[0]["lr"] == 0.5
 
 
 def test_groups_that_share_a_learning_rate_tensor_may_part(tmp_path):
@@ -618,6 +648,66 @@ def test_keep_options_and_options_of_other_versions(tmp_path):
     shardkeep.load(AppState(again, into, keep_options=["lr"]), tmp_path / "a")
     (group,) = into.param_groups
     assert (group["lr"], group["weight_decay"], group["maximize"]) == (7.0, 0.5, True)
+
+
+def with_arrays(seed, value):
+    """An optimizer whose options are more than plain values."""
+    model = Net(seed)
+    group = {
+        "params": list(model.parameters()),
+        "pair": (torch.tensor(value), torch.tensor(0.9)),
+        "config": {"a": value, "t": torch.full((2,), value)},
+    }
+    lr = torch.full((1,), value)
+    return model, torch.optim.AdamW([group], lr=lr, foreach=False)
+
+
+def options_of(optimizer):
+    (group,) = optimizer.param_groups
+    return {name: group[name] for name in ("lr", "pair", "config")}
+
+
+def test_options_that_hold_tensors_come_back_in_place(tmp_path):
+    shardkeep.save(AppState(*with_arrays(0, 0.5)), tmp_path / "a")
+    again, into = with_arrays(1, 0.25)
+    before = options_of(into)
+    shardkeep.load(AppState(again, into), tmp_path / "a")
+    assert bits(options_of(into)) == bits(options_of(with_arrays(0, 0.5)[1]))
+    assert options_of(into)["lr"] is before["lr"]
+    assert options_of(into)["pair"][0] is before["pair"][0]
+    assert options_of(into)["config"]["t"] is before["config"]["t"]
+
+
+def test_options_that_hold_tensors_are_kept_too(tmp_path):
+    shardkeep.save(AppState(*with_arrays(0, 0.5)), tmp_path / "a")
+    again, into = with_arrays(1, 0.25)
+    before = bits(options_of(into))
+    keep = ["lr", "pair", "config"]
+    shardkeep.load(AppState(again, into, keep_options=keep), tmp_path / "a")
+    assert bits(options_of(into)) == before
+
+
+def test_a_load_that_fails_changes_no_option_and_holds_no_memory(tmp_path):
+    model, optimizer = with_arrays(0, 0.5)
+    train(model, optimizer)
+    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
+    damage(tmp_path / "a")
+    again, into = with_arrays(1, 0.25)
+    before = bits(options_of(into))
+    app = AppState(again, into)
+    with pytest.raises(shardkeep.CorruptionError):
+        shardkeep.load(app, tmp_path / "a")
+    assert bits(options_of(into)) == before
+    gc.collect()
+    assert app._given is None or app._given() is None
+
+
+def test_an_option_may_not_have_the_name_of_an_entry():
+    for name in ("state", "options"):
+        model = Net()
+        group = {"params": list(model.parameters()), name: {"x": 1}}
+        with pytest.raises(UnsupportedValueError, match=f"option {name} .*Call it otherwise"):
+            AppState(model, torch.optim.SGD([group], lr=0.1)).state_dict()
 
 
 # --- all the rest of a program ------------------------------------------------------------------
@@ -691,6 +781,47 @@ def test_schedulers_by_list_and_name(make, tmp_path):
         expected[1].optimizer = expected[0]
         expected[1].step()
         assert schedule.get_last_lr() == expected[1].get_last_lr()
+
+
+class Shadow:
+    """An average that has one tensor under two names, as its own state dict tells it."""
+
+    def __init__(self, value):
+        self.tensor = torch.full((3,), value)
+        self.other = self.tensor
+
+    def state_dict(self):
+        return {"tensor": self.tensor, "all": [self.other]}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"].clone()
+        self.other = state["all"][0].clone()
+
+
+def test_tensors_that_are_shared_only_for_now(tmp_path):
+    """A sequence of schedulers has the learning rate of the last one that ran."""
+
+    def build(seed):
+        model = Net(seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+        first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        then = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [first, then], [2])
+        return model, optimizer, scheduler, Shadow(float(seed))
+
+    model, optimizer, scheduler, ema = build(0)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        scheduler.step()
+    ema.other = torch.ones(3)
+    shardkeep.save(AppState(model, optimizer, scheduler, ema), tmp_path / "a")
+    again, into, schedule, average = build(5)
+    shardkeep.load(AppState(again, into, schedule, average), tmp_path / "a")
+    assert bits(schedule.state_dict()) == bits(scheduler.state_dict())
+    assert bits(average.state_dict()) == bits(ema.state_dict())
+    scheduler.step()
+    schedule.step()
+    assert train(again, into) == train(model, optimizer)
 
 
 def test_each_ranks_own_among_the_extras(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkeep.errors import MismatchError
+from shardkeep.torch.copying import clone, copied
 from shardkeep.torch.flat_optimizers import FlatOptimizers
 from shardkeep.torch.modules import Modules, Rename, yielding
 from shardkeep.torch.optimizers import Optimizers, StoredNames
@@ -21,6 +23,12 @@ __all__ = ["AppState"]
 T = TypeVar("T")
 
 _Optimizer = torch.optim.Optimizer
+
+
+class _Given(dict[str, Any]):
+    """A state to load into, of which one can know whether it is still there."""
+
+    __slots__ = ("__weakref__",)
 
 
 class AppState:
@@ -73,8 +81,8 @@ class AppState:
         self._ema_modules: Modules | None = None
         if isinstance(ema, nn.Module) or (_holds(ema, nn.Module) and ema):
             self._ema_modules = Modules.of(ema, "ema", rename)
-        self._given: dict[str, Any] | None = None
-        """What the load under way was given to load into."""
+        self._given: weakref.ref[_Given] | None = None
+        """What the load under way was given to load into; a load that fails lets go of it."""
 
     def _of(self, optimizers: Sequence[_Optimizer]) -> Optimizers:
         if self._modules.has_flat_parameters():
@@ -107,13 +115,35 @@ class AppState:
 
         The optimizers do not have it before `load_state_dict`.
         """
+        self._given = None  # of a load that failed
         names = self._modules.names() if self._optimizers else {}
         optimizers = {}
         for name, one in self._optimizers.items():
             under = _under("optimizer", name)
             optimizers[name] = one.state_to_load(names, StoredNames(stored, f"{under}."))
-        self._given = self._collect(self._modules.state(), optimizers)
-        return self._given
+        state = self._collect(self._modules.state(), optimizers)
+        if self._schedulers:
+            # Schedulers hold one another's tensors, and those of an optimizer, but not for good.
+            state["scheduler"] = copied(state["scheduler"], clone)
+        if self._ema is not None and self._ema_modules is None:
+            state["ema"] = self._ema_to_load(state["ema"])
+        given = _Given(state)
+        self._given = weakref.ref(given)
+        return given
+
+    def _ema_to_load(self, state: Any) -> Any:
+        if isinstance(self._ema, Mapping):
+            return state
+        met: set[int] = set()
+
+        def once(tensor: Tensor) -> Tensor:
+            # Not all are copied: an average is as large as the model.
+            if id(tensor) in met:
+                return clone(tensor)
+            met.add(id(tensor))
+            return tensor
+
+        return copied(state, once)
 
     def _collect(self, model: dict[str, Any], optimizers: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = {"model": model}
@@ -145,7 +175,7 @@ class AppState:
         of tensors that were filled in place.
         """
         given, self._given = self._given, None
-        aware = given is state_dict
+        aware = given is not None and given() is state_dict
         self._check_parts(state_dict)
         names = self._modules.names() if self._optimizers else {}
         puts = [

@@ -19,19 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardkeep import values
 from shardkeep.errors import MismatchError, UnsupportedValueError
 from shardkeep.torch.first_steps import Kept, first_states
+from shardkeep.torch.options import (
+    OptionsOfGroups,
+    OptionsToLoad,
+    apply_options,
+    by_name,
+    differing,
+    same,
+)
 from shardkeep.torch.supported import check_state
 from shardkeep.tree import Stored
 from shardkeep.wording import names_text
 
 __all__ = ["Optimizers", "Owned", "StoredNames", "on_its_device"]
-
-Options = list[list[Any]]
-"""Pairs of a name and a value."""
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ class Optimizers:
         """What is kept now: nothing of parameters that have not been stepped."""
         state: dict[str, Any] = {}
         groups: dict[str, Any] = {}
-        options = _OptionsOfGroups()
+        options = OptionsOfGroups()
         for one in self.owned(names):
             if one.kept:
                 state[one.names[0]] = dict(one.kept)
@@ -144,7 +146,8 @@ class Optimizers:
         """
         state: dict[str, Any] = {}
         groups: dict[str, Any] = {}
-        options = _OptionsOfGroups()
+        options = OptionsToLoad()
+        self._asked = None  # of a load that failed
         owned = self.owned(names)
         there = {
             one.key: [n for n in one.names if f"param_groups.{n}.options" in stored]
@@ -207,8 +210,9 @@ class Optimizers:
             _check_keys(name, told["state"], kept)
             states.append((one, kept))
             _, first, first_name = loaded.setdefault(id(one.group), (one.group, told, name))
-            if not values.same(first["options"], told["options"]):
-                raise _differing(first_name, first["options"], name, told["options"])
+            mine, theirs = by_name(first, self._keep), by_name(told, self._keep)
+            if first is not told and not same(mine, theirs):
+                raise differing(first_name, mine, name, theirs)
         options = [(group, told) for group, told, _ in loaded.values()]
         return lambda replaced: self._put(states, options, replaced)
 
@@ -218,9 +222,9 @@ class Optimizers:
         options: Sequence[tuple[dict[str, Any], Mapping[str, Any]]],
         replaced: Mapping[Tensor, Tensor],
     ) -> None:
-        filled: dict[Tensor, complex] = {}
+        filled: dict[Tensor, Any] = {}
         for group, told in options:
-            _apply_options(group, told, self._keep, filled)
+            apply_options(group, told, self._keep, filled)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["params"] = [replaced.get(p, p) for p in group["params"]]
@@ -240,36 +244,6 @@ class Optimizers:
                 one.optimizer.state[parameter] = on_its_device(one.group, parameter, kept)
 
 
-class _OptionsOfGroups:
-    """The options of groups, listed once for all parameters of each."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Options, dict[str, Any]]] = {}
-
-    def of(self, group: dict[str, Any], kept: Kept) -> dict[str, Any]:
-        found = self._known.get(id(group))
-        if found is None:
-            options = {k: v for k, v in sorted(group.items()) if k not in _NOT_OPTIONS}
-            apart = {name: value for name, value in options.items() if _holds_arrays(value)}
-            pairs = [
-                [name, value.item() if isinstance(value, Tensor) else value]
-                for name, value in options.items()
-                if name not in apart
-            ]
-            found = self._known[id(group)] = (pairs, apart)
-        pairs, apart = found
-        return {**apart, "options": pairs, "state": sorted(map(str, kept))}
-
-
-def _holds_arrays(value: object) -> bool:
-    """Whether it is more than one plain value; a learning rate in a tensor is not."""
-    if isinstance(value, Tensor):
-        return value.dim() > 0 or type(value) is not Tensor
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(item, Tensor) or _holds_arrays(item) for item in value)
-    return isinstance(value, Mapping)
-
-
 def _check_keys(name: str, told: Sequence[str], kept: Kept) -> None:
     found = sorted(map(str, kept))
     if found != list(told):
@@ -279,44 +253,6 @@ def _check_keys(name: str, told: Sequence[str], kept: Kept) -> None:
             "call initialise_optimizers() before another library loads into this AppState",
             mismatched={name: "optimizer state"},
         )
-
-
-def _differing(one: str, options: Options, other: str, others: Options) -> MismatchError:
-    mine, theirs = dict(map(tuple, options)), dict(map(tuple, others))
-    names = [
-        f"{name} {mine.get(name)!r} and {theirs.get(name)!r}"
-        for name in sorted({*mine, *theirs})
-        if not values.same(mine.get(name), theirs.get(name))
-    ]
-    return MismatchError(
-        f"{one} and {other} are in one group of the optimizer, but were saved with different "
-        f"options: {', '.join(names)}. Put them into groups of their own",
-        mismatched={other: f"options differ from those of {one}"},
-    )
-
-
-def _apply_options(
-    group: dict[str, Any],
-    told: Mapping[str, Any],
-    keep: Collection[str],
-    filled: dict[Tensor, complex],
-) -> None:
-    """Set the options of a group; `filled` holds what tensors were given in this load."""
-    apart = [(name, value) for name, value in told.items() if name not in ("options", "state")]
-    for name, value in (*told["options"], *apart):
-        if name in keep or name in _NOT_OPTIONS:
-            continue
-        old = group.get(name)
-        if isinstance(old, Tensor) and isinstance(value, (int, float, complex)):
-            # In place, because a captured graph or a compiled step reads from there; but groups
-            # that shared one tensor may have come to have different values.
-            if filled.setdefault(old, value) != value:
-                group[name] = torch.full_like(old, value)
-            else:
-                with torch.no_grad():
-                    old.fill_(value)
-        else:
-            group[name] = value
 
 
 def on_its_device(group: Mapping[str, Any], parameter: Tensor, kept: Kept) -> Kept:
