@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +22,15 @@ from torch import Tensor
 
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.metadata import TensorStorageMetadata
+from shardkeep.torch.copying import copied
 from shardkeep.tree import Stored
 
 __all__ = ["first_states"]
 
 AT_ONCE = 64 << 20
 """Bytes of parameters that take the step together: few enough not to matter."""
+
+_MADE_ANEW = ("state", "param_groups")
 
 Kept = dict[Any, Any]
 """What an optimizer keeps of one parameter."""
@@ -113,7 +117,9 @@ def _stand_in(
 ) -> Any:
     """An optimizer of the same class and options, that knows nobody: hooks, schedulers."""
     made: Any = object.__new__(type(optimizer))
-    made.__dict__ |= {k: v for k, v in vars(optimizer).items() if not callable(v)}
+    # Tensors stay: whoever finds its parameters in an attribute is found out by their versions.
+    own = {k: v for k, v in vars(optimizer).items() if not callable(v) and k not in _MADE_ANEW}
+    made.__dict__ |= copied(own, lambda tensor: tensor)
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             setattr(made, name, type(value)() if isinstance(value, dict) else OrderedDict())
@@ -125,12 +131,32 @@ def _stand_in(
 
 @contextlib.contextmanager
 def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Random numbers stay where they are, and nothing is compiled for a single step."""
+    """Random numbers stay where they are, nobody is told, nothing is compiled for one step."""
     devices = sorted(
         {p.device.index for p in parameters if p.is_cuda and p.device.index is not None}
     )
-    with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+    with (
+        _no_global_hooks(),
+        torch.random.fork_rng(devices),
+        torch.compiler.set_stance("force_eager"),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def _no_global_hooks() -> Iterator[None]:
+    """Hooks for the steps of all optimizers take the stand-in for one of the program's."""
+    module = importlib.import_module("torch.optim.optimizer")  # no attribute of torch.optim
+    names = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    tables: list[dict[Any, Any]] = [getattr(module, name, {}) for name in names]
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update(hooks)
 
 
 def _like_stored(
