@@ -10,11 +10,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
 import shardkeep  # noqa: E402
 from shardkeep import MismatchError, UnsupportedValueError  # noqa: E402
 from shardkeep.torch import AppState, guard  # noqa: E402
+from shardkeep.torch.supported import is_akin  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -477,12 +482,105 @@ def test_hooks_and_schedulers_of_a_new_optimizer_do_not_notice_a_load(trained, t
     steps = []
     into.register_step_post_hook(lambda *_: steps.append(1))
     new = torch.optim.lr_scheduler.StepLR(into, 1)
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *_: everywhere.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: everywhere.append("post")),
+    ]
+    everywhere = []
     shardkeep.load(AppState(again, into, new), tmp_path / "a")
     assert not steps
+    assert not everywhere
+    torch.optim.SGD(Net().parameters(), lr=0.1).step()
+    assert everywhere == ["pre", "post"]
+    for hook in hooks:
+        hook.remove()
     assert all(parameter.grad is None for parameter in again.parameters())
     assert new.get_last_lr() == schedule.get_last_lr()
     assert train(again, into) == train(model, optimizer)
     assert len(steps) == 3
+
+
+class Logging(torch.optim.SGD):
+    """Notes what it does in containers of its own."""
+
+    def __init__(self, params):
+        self.log = {"steps": [], "kinds": set()}
+        super().__init__(params, lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        self.log["steps"].append(1)
+        self.log["kinds"].add("step")
+        return super().step(closure)
+
+
+def test_containers_of_a_new_optimizer_do_not_notice_a_load(tmp_path):
+    model, optimizer = built(lambda m: Logging(m.parameters()))
+    train(model, optimizer)
+    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
+    again, into = built(lambda m: Logging(m.parameters()), seed=9)
+    shardkeep.load(AppState(again, into), tmp_path / "a")
+    assert into.log == {"steps": [], "kinds": set()}
+    assert all_bits(again, into) == all_bits(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [("adamw", "radam"), ("sgd", "adamw"), ("new adamw", "adagrad"), ("new nadam", "rprop")],
+)
+def test_another_kind_of_optimizer_is_refused(saved, other, tmp_path):
+    model, optimizer = built(OPTIMIZERS[saved.removeprefix("new ")])
+    if not saved.startswith("new"):
+        train(model, optimizer)
+    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
+    again, into = built(OPTIMIZERS[other], seed=9)
+    before = bits(into.state_dict())
+    with pytest.raises(MismatchError, match=f"{type(optimizer).__name__}.*{type(into).__name__}"):
+        shardkeep.load(AppState(again, into), tmp_path / "a")
+    assert bits(into.state_dict()) == before
+    shardkeep.load(AppState(again, into), tmp_path / "a", keys=["model.*"])
+
+
+def test_optimizers_of_one_kind(tmp_path):
+    class Mine(torch.optim.AdamW):
+        pass
+
+    model, optimizer = built(OPTIMIZERS["adamw"])
+    train(model, optimizer)
+    shardkeep.save(AppState(model, optimizer), tmp_path / "a")
+    for make in (torch.optim.Adam, lambda p: torch.optim.AdamW(p, fused=True), Mine):
+        again = Net(9)
+        into = make(again.parameters())
+        shardkeep.load(AppState(again, into), tmp_path / "a")
+        assert all_bits(again, into) == all_bits(model, optimizer)
+    assert is_akin(["AdamW8bit", "_AdamBase"], ["FusedAdam"])
+    assert not is_akin(["RAdam"], ["Adam"])
+    assert not is_akin(["Adamax"], ["Adam"])
+
+
+def test_a_checkpoint_that_does_not_tell_the_kind(tmp_path):
+    """As written before kinds were stored."""
+    model, optimizer = built(OPTIMIZERS["adamw"])
+    train(model, optimizer)
+    state = AppState(model, optimizer).state_dict()
+    for told in state["optimizer"]["param_groups"].values():
+        del told["class"]
+    shardkeep.save(state, tmp_path / "a")
+    again, into = built(OPTIMIZERS["adamw"], seed=9)
+    shardkeep.load(AppState(again, into), tmp_path / "a")
+    assert all_bits(again, into) == all_bits(model, optimizer)
+
+
+def test_names_that_would_hide_another():
+    model = Net()
+    one, other = (torch.optim.SGD(some, lr=0.1) for some in split(model))
+    schedulers = [SCHEDULERS["cosine"](optimizer) for optimizer in (one, other)]
+    for names, why in ((("", "b"), "empty name"), ((1, "1"), "two of the name 1")):
+        with pytest.raises(ValueError, match=f"optimizers .*{why}"):
+            AppState(model, dict(zip(names, (one, other), strict=True)))
+        with pytest.raises(ValueError, match=f"schedulers .*{why}"):
+            AppState(model, [one, other], dict(zip(names, schedulers, strict=True)))
+        with pytest.raises(ValueError, match=f"model .*{why}"):
+            AppState(dict(zip(names, (Net(), Net()), strict=True)))
 
 
 def test_optimizers_that_cannot_take_a_step_alone(tmp_path):
@@ -703,7 +801,7 @@ def test_a_load_that_fails_changes_no_option_and_holds_no_memory(tmp_path):
 
 
 def test_an_option_may_not_have_the_name_of_an_entry():
-    for name in ("state", "options"):
+    for name in ("state", "options", "class"):
         model = Net()
         group = {"params": list(model.parameters()), name: {"x": 1}}
         with pytest.raises(UnsupportedValueError, match=f"option {name} .*Call it otherwise"):

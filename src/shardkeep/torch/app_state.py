@@ -17,6 +17,7 @@ from shardkeep.torch.modules import Modules, Rename, yielding
 from shardkeep.torch.optimizers import Optimizers, StoredNames
 from shardkeep.torch.supported import check_supported
 from shardkeep.tree import Stored
+from shardkeep.wording import names_text
 
 __all__ = ["AppState"]
 
@@ -66,6 +67,12 @@ class AppState:
         buffers_from: torch.distributed.ProcessGroup | None = None,
     ) -> None:
         """Nothing is looked at yet but the kinds of things."""
+        for what, named in (
+            ("model", model),
+            ("optimizers", optimizers),
+            ("schedulers", schedulers),
+        ):
+            _check_names(what, named)
         self._modules = Modules.of(model, "model", rename)
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         """What else is saved; after a load, what was loaded."""
@@ -80,6 +87,7 @@ class AppState:
         self._ema = ema
         self._ema_modules: Modules | None = None
         if isinstance(ema, nn.Module) or (_holds(ema, nn.Module) and ema):
+            _check_names("ema", ema)
             self._ema_modules = Modules.of(ema, "ema", rename)
         self._given: weakref.ref[_Given] | None = None
         """What the load under way was given to load into; a load that fails lets go of it."""
@@ -213,10 +221,11 @@ class AppState:
             self._ema.load_state_dict(state)
 
     def initialise_optimizers(self) -> None:
-        """Give new optimizers the state that their first step would make, all of it zero.
+        """Give new optimizers the state that their first step would make, only to load into.
 
-        `shardkeep.load` needs no such thing. It is for libraries that load only into what is there,
-        such as `torch.distributed.checkpoint.load`.
+        Call it right before a load, never to train: a step counts as taken, so that training goes
+        otherwise than with new optimizers. `shardkeep.load` needs no such thing. It is for
+        libraries that load only into what is there, such as `torch.distributed.checkpoint.load`.
         """
         names: dict[Tensor, list[str]] = self._modules.names()
         for one in self._optimizers.values():
@@ -227,6 +236,16 @@ def _yield(state: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if name in state:
             state[name] = yielding(state[name])
+
+
+def _check_names(what: str, given: object) -> None:
+    """Refuse names of which something would be lost."""
+    names = [str(name) for name in given] if isinstance(given, Mapping) else []
+    if "" in names:
+        raise ValueError(f"{what} has an empty name; every one in a dict needs a name")
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{what} has two of the name {names_text(twice)}: names are strings")
 
 
 def _named(given: Any) -> dict[str, list[Any]]:

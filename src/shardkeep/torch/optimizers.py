@@ -4,6 +4,7 @@
     state.<parameter>.<key>              what is kept of it: moments, a step
     param_groups.<parameter>.options     the options of the group it is in, as pairs
     param_groups.<parameter>.state       which keys are kept of it
+    param_groups.<parameter>.class       the class of its optimizer, and those it derives from
 
 Options are told per parameter, because how parameters are grouped is this process's business: a
 stage of a pipeline has only some of them, and another program may group them otherwise.
@@ -29,7 +30,7 @@ from shardkeep.torch.options import (
     differing,
     same,
 )
-from shardkeep.torch.supported import check_state
+from shardkeep.torch.supported import check_state, class_names, is_akin
 from shardkeep.tree import Stored
 from shardkeep.wording import names_text
 
@@ -134,7 +135,8 @@ class Optimizers:
         for one in self.owned(names):
             if one.kept:
                 state[one.names[0]] = dict(one.kept)
-            groups[one.names[0]] = options.of(one.group, one.kept)
+            told = options.of(one.group, one.kept)
+            groups[one.names[0]] = {**told, "class": class_names(one.optimizer)}
         return {"state": state, "param_groups": groups}
 
     def state_to_load(
@@ -165,6 +167,8 @@ class Optimizers:
             kept = one.kept or made.get(one.key, {})
             for name in there[one.key] or one.names[:1]:
                 groups[name] = options.of(one.group, kept)
+                if f"param_groups.{name}.class" in stored:  # not so in older checkpoints
+                    groups[name]["class"] = class_names(one.optimizer)
                 if below.get(name):
                     state[name] = dict(kept)
         self._asked = [one for one in owned if there[one.key]]
@@ -207,6 +211,7 @@ class Optimizers:
                 )
             told = filled["param_groups"][name]
             kept = dict(filled["state"].get(name) or {})
+            _check_class(name, told.get("class", ()), class_names(one.optimizer))
             _check_keys(name, told["state"], kept)
             states.append((one, kept))
             _, first, first_name = loaded.setdefault(id(one.group), (one.group, told, name))
@@ -242,6 +247,17 @@ class Optimizers:
             parameter = replaced.get(one.key, one.key)
             if kept:
                 one.optimizer.state[parameter] = on_its_device(one.group, parameter, kept)
+
+
+def _check_class(name: str, stored: Sequence[str], mine: Sequence[str]) -> None:
+    if not is_akin(stored, mine):
+        raise MismatchError(
+            f"{name} was in the hands of {stored[0]} when it was saved, now it is in those of "
+            f"{mine[0]}, which would make something else of its state and options. Load with the "
+            "same kind of optimizer, or only the model: AppState(model), or keys=['model.*']. The "
+            "contents of tensors that were loaded into are undefined",
+            mismatched={name: f"{stored[0]} stored, {mine[0]} here"},
+        )
 
 
 def _check_keys(name: str, told: Sequence[str], kept: Kept) -> None:

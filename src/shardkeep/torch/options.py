@@ -26,7 +26,7 @@ Options = list[list[Any]]
 
 _NOT_OPTIONS = ("params", "param_names")
 
-_TOLD = ("options", "state")
+_TOLD = ("options", "state", "class")
 """What is told of a parameter besides options that hold tensors."""
 
 
