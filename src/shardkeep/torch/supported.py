@@ -25,8 +25,8 @@ _HOOKS = (
 )
 
 _INSTEAD = (
-    "Save the optimizer itself in place of an AppState's (shardkeep.save takes any object with a "
-    "state_dict), or put what it has besides into extra=..."
+    "or save the optimizer itself beside an AppState of the model: "
+    "{'app': AppState(model), 'optimizer': optimizer}"
 )
 
 _VARIANT = re.compile(r"_*(?:Fused|Paged|DeepSpeedCPU|CPU)*(.*?)(?:\d+bit|Fp8)?")
@@ -53,8 +53,9 @@ def check_supported(optimizer: object) -> None:
         if owner is not _Optimizer and not owner.__module__.startswith(_ONLY_CONVERT):
             raise UnsupportedValueError(
                 f"AppState cannot hold a {type(optimizer).__qualname__}: it has a {method} of its "
-                "own, and what that adds to the state of parameters would be lost. If it only "
-                f"wraps other optimizers, pass those. {_INSTEAD}"
+                "own, and what that adds to the state of parameters would be lost. Do without and "
+                "put what it adds into extra=...; pass the optimizers that it wraps, if it does; "
+                f"{_INSTEAD}"
             )
 
 
@@ -67,15 +68,16 @@ def check_state(optimizer: _Optimizer) -> None:
             what = f"a tensor of shape {tuple(key.shape)}" if torch.is_tensor(key) else repr(key)
             raise UnsupportedValueError(
                 f"{kind} keeps state of {what}, which is no parameter of its groups, and AppState "
-                f"goes by the names of parameters. {_INSTEAD}; then take it out of the "
-                "optimizer's state"
+                "goes by the names of parameters. Keep it elsewhere than in the optimizer's state "
+                f"and put it into extra=..., {_INSTEAD}"
             )
     for name in _HOOKS:
         if getattr(optimizer, name, None):
             hook = name.removeprefix("_optimizer_").removesuffix("s")
             raise UnsupportedValueError(
                 f"{kind} has a {hook}, and AppState calls neither state_dict() nor "
-                f"load_state_dict() of an optimizer. Remove the hook, or: {_INSTEAD}"
+                "load_state_dict() of an optimizer. Remove it and put what it adds into "
+                f"extra=..., {_INSTEAD}"
             )
 
 
