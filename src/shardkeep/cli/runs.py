@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from shardkeep.cli.texts import human_size, jsonable, printable
-from shardkeep.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from shardkeep.formats.native.commit import read_record
+from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.formats.native.names import DATA, RECORD, lease_save_id
 from shardkeep.manager.catalog import MANAGED, Catalog
 from shardkeep.manager.cleaning import Cleaned, clean
@@ -19,6 +18,7 @@ from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import Pins
 from shardkeep.manager.removal import Removal, remove_steps
 from shardkeep.manager.steps import Listing, Step
+from shardkeep.manager.wholeness import any_whole, look_at_files
 from shardkeep.stores.local import LocalStore
 
 __all__ = ["Run", "RunRow", "State", "is_run", "run_cells", "run_object"]
@@ -83,21 +83,7 @@ class Run:
 
     def _row(self, step: Step, pinned: Any) -> RunRow:
         name = self._catalog.names.of(step.step)
-        store = LocalStore(step.path)
-        problem, shared = "", 0
-        try:
-            record = read_record(store)
-            for row in (record.index, *record.files):
-                try:
-                    found = store.stat(row.name)
-                except OSError:
-                    problem = problem or f"{row.name} is not there"
-                    continue
-                if found.size != row.size:
-                    problem = problem or f"{row.name} has {found.size} bytes, expected {row.size}"
-                shared += found.size if found.links > 1 else 0
-        except CheckpointError as error:
-            problem = str(error)
+        problem, shared = look_at_files(step)
         return RunRow(
             step.step,
             name,
@@ -117,8 +103,8 @@ class Run:
         names = [self._name(step, listing, unfinished=force) for step in steps]
         pins = self._pins.held()
         if not force:
-            left = {step.step for step in listing.steps} - set(steps)
-            if listing.steps and not left:
+            left = [step for step in listing.steps if step.step not in steps]
+            if listing.steps and not any_whole(reversed(left)):
                 raise StorageError(
                     f"no whole step would be left in {self.root}; pass --force if that is meant"
                 )

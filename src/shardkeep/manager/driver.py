@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -23,6 +24,7 @@ from shardkeep.manager.keeping import KeepWhat, keep_policy
 from shardkeep.manager.naming import DEFAULT_NAME, StepNames
 from shardkeep.manager.pins import STALE_S as PIN_STALE_S
 from shardkeep.manager.pins import Pins
+from shardkeep.manager.removal import remove_steps
 from shardkeep.manager.restoring import LoadOptions, Restored, restore
 from shardkeep.manager.retention import Retention
 from shardkeep.manager.steps import Step, user_metadata_of
@@ -107,6 +109,8 @@ class CheckpointManager(RunFolder):
         self._bases: list[int] = []
         """Steps that were saved one on the other, of which the first is whole."""
         self._is_leader = keeper.coordinator.rank == 0
+        self._moving = threading.Lock()
+        """Held while a step begins to be saved, and while one is moved away."""
         self._decider = Decider(keeper, when, self._is_busy, ask_every)
         self._retention = Retention(
             self._catalog,
@@ -116,6 +120,8 @@ class CheckpointManager(RunFolder):
             spared=self._spared,
             damaged=lambda: self._damaged,
             busy=self._busy.copy,
+            moving=self._moving,
+            may_remove=lambda: self._kept is not None,
         )
         self._reached: int | None = None
         """The step this run stands at, once it was restored or has saved."""
@@ -123,7 +129,10 @@ class CheckpointManager(RunFolder):
         self._damaged: set[str] = set()
         """Save ids of steps that a restore found damaged: they hold nobody's place."""
         self._kept: int | None = None
-        """The newest step that this manager saved."""
+        """The step that this run would go on from: saved, or restored."""
+        self._begun: tuple[SaveHandle, int | None] | None = None
+        """A save in the background, and what the run stood at before."""
+        self._restored = False
         self._rewound = False
         """Whether a step was restored by its number, and newer ones may be there."""
         self._closed = False
@@ -158,12 +167,12 @@ class CheckpointManager(RunFolder):
         """Save a step; returns once it is committed and durable.
 
         `metrics` are numbers and `metadata` is what JSON has; both are kept with the step, and
-        those of rank 0 count. A step that exists is an error, unless the run went back: what lies
-        beyond the step that was restored, or saved last, is replaced.
+        those of rank 0 count. A step that exists is an error, unless the run went back: after
+        `restore`, what lies beyond the step that was restored, or saved last, is replaced.
         """
         path, replace, user = self._prepare(step, metrics, metadata, overwrite)
         self._add_base(options)
-        self._busy.add(step)
+        self._hold(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
         finally:
@@ -187,7 +196,7 @@ class CheckpointManager(RunFolder):
         """Save a step in the background; see `save` and `shardkeep.async_save`."""
         path, replace, user = self._prepare(step, metrics, metadata, overwrite)
         self._add_base(options)
-        self._busy.add(step)
+        self._hold(step)
         try:
             handle = self._keeper.async_save(
                 state,
@@ -207,6 +216,7 @@ class CheckpointManager(RunFolder):
         self._handle = handle
         self._bases.append(step)
         self._decider.saved(step)
+        self._begun = handle, self._reached
         self._reached = step
         handle.add_done_callback(lambda done: self._ended(step, handle))
         return handle
@@ -220,14 +230,28 @@ class CheckpointManager(RunFolder):
     ) -> tuple[str, bool, dict[str, Any]]:
         if self._closed:
             raise ValueError(f"the manager of {self.root} was closed")
+        self._look_back()
         replace = overwrite
         if replace is None:
-            replace = self._reached is not None and step > self._reached
+            # Who has not looked what is there does not know whose it is.
+            replace = self._restored and self._reached is not None and step > self._reached
         user = user_metadata_of(step, time.time(), metrics, metadata)
         if self._is_leader:
             self._warn_of_newer()
             self._retention.poke()  # what a killed job left is cleaned while this one saves
         return self._catalog.path(step), replace, user
+
+    def _look_back(self) -> None:
+        """Where the save before has failed, the run stands where it stood."""
+        if self._begun is None or not self._begun[0].done():
+            return
+        (handle, before), self._begun = self._begun, None
+        if handle.cancelled() or Future.exception(handle) is not None:
+            self._reached = before
+
+    def _hold(self, step: int) -> None:
+        with self._moving:
+            self._busy.add(step)
 
     def _add_base(self, options: SaveOptions) -> None:
         """The step before, which all ranks have begun; where it failed, all is written."""
@@ -277,7 +301,8 @@ class CheckpointManager(RunFolder):
         The same step on every rank, checked as it is loaded. A damaged one is logged, named in the
         result, and passed over, unless `fall_back` is false or the step was asked for by number. If
         steps are there and none is whole, that is a `CorruptionError`. `drop_newer` removes the
-        steps beyond the one restored, so that a restart does not return to them.
+        steps beyond the one restored, so that a restart does not return to them; pinned ones, and
+        those that were passed over as damaged, stay.
         """
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
         found = restore(
@@ -289,10 +314,13 @@ class CheckpointManager(RunFolder):
             fall_back=falls,
             options=options,
         )
+        self._restored = True
+        self._begun = None
         if found is None:
             self._reached = -1
             return None
-        self._reached = found.step
+        with self._moving:
+            self._reached = self._kept = found.step
         self._decider.restored(found.step)
         for bad in found.damaged:
             known = self._catalog.find(bad.step)
@@ -300,14 +328,19 @@ class CheckpointManager(RunFolder):
                 self._damaged.add(known.save_id)
         self._rewound = step is not None
         if drop_newer:
-            self._keeper.coordinator.lead("drop newer steps", self._drop_newer)
+            passed = {bad.step for bad in found.damaged}
+            self._keeper.coordinator.lead("drop newer steps", lambda: self._drop_newer(passed))
         return found
 
     def _newer(self) -> list[int]:
         return [s.step for s in self._catalog.look().steps if s.step > (self._reached or 0)]
 
-    def _drop_newer(self) -> bytes:
-        self._remove(self._newer(), force=True)
+    def _drop_newer(self, passed: set[int]) -> bytes:
+        """But for those that are pinned, and those that could not be read: they may be, later."""
+        names = [self._catalog.names.of(step) for step in self._newer() if step not in passed]
+        left = remove_steps(self._catalog.store, self._pins, names)
+        for name in (*left.pinned, *left.failed):
+            log.warning("%s is newer than what was restored, and stays in %s", name, self.root)
         return b""
 
     def _warn_of_newer(self) -> None:

@@ -14,6 +14,7 @@ from shardkeep.manager.pins import Pins
 from shardkeep.manager.removal import remove_steps
 from shardkeep.manager.steps import Step
 from shardkeep.manager.waiting import PinnedStep, next_step
+from shardkeep.manager.wholeness import any_whole
 
 __all__ = ["RunFolder"]
 
@@ -83,7 +84,8 @@ class RunFolder:
             there = [found.step for found in listing.steps]
             if step not in there and all(found.step != step for found in listing.damaged):
                 raise CheckpointNotFoundError(f"no step {step} in {self.root}")
-            if not force and there == [step]:
+            others = [found for found in reversed(listing.steps) if found.step != step]
+            if not force and step in there and not any_whole(others):
                 raise StorageError(
                     f"step {step} is the only whole one in {self.root}; pass force=True to be left "
                     "with none"

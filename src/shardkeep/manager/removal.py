@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardkeep.formats.native.names import RECORD
 from shardkeep.manager.catalog import leaving_name, left_step
@@ -39,9 +40,18 @@ class Removal:
 
 
 def remove_steps(
-    store: LocalStore, pins: Pins, names: Sequence[str], *, force: bool = False
+    store: LocalStore,
+    pins: Pins,
+    names: Sequence[str],
+    *,
+    force: bool = False,
+    moving: contextlib.AbstractContextManager[Any] | None = None,
+    may_go: Callable[[str], bool] = lambda name: True,
 ) -> Removal:
     """Remove steps; pinned ones are left unless `force`. The last of all bytes is gone on return.
+
+    `may_go` is asked of each right before it is moved away, inside of `moving`: whoever decides
+    otherwise meanwhile does it in there.
 
     A reader pins and then looks whether the step is there; this moves it away and then looks at the
     pins. Whichever comes first, one of the two finds the other.
@@ -54,7 +64,10 @@ def remove_steps(
             pinned.append(name)
             continue
         try:
-            leaving = _move_away(store, name)
+            with moving or contextlib.nullcontext():
+                if not may_go(name):
+                    continue
+                leaving = _move_away(store, name)
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.cleaning import clean
@@ -55,9 +56,12 @@ class Retention:
         spared: Callable[[], Collection[int]] = frozenset,
         damaged: Callable[[], Collection[str]] = frozenset,
         busy: Callable[[], Collection[int]] = frozenset,
+        moving: contextlib.AbstractContextManager[Any] | None = None,
+        may_remove: Callable[[], bool] = lambda: True,
     ) -> None:
         """`spared` are steps that must stay, `damaged` the save ids of those that do not count,
-        `busy` steps that are being saved."""
+        `busy` steps that are being saved; they change only inside of `moving`. Nothing but
+        leftovers goes before `may_remove`: what is there may be damaged, all of it."""
         self._catalog = catalog
         self._pins = pins
         self._keep = keep
@@ -66,6 +70,8 @@ class Retention:
         self._spared = spared
         self._damaged = damaged
         self._busy = busy
+        self._moving = moving
+        self._may_remove = may_remove
         self._cleaned_at: float | None = None
         self._one = threading.Lock()
         self._changed = threading.Condition()
@@ -81,7 +87,7 @@ class Retention:
             listing = self._catalog.look()
             busy = set(self._busy())
             removed: list[str] = []
-            if self._keep is not None:
+            if self._keep is not None and self._may_remove():
                 removed = self._remove(listing.steps, self._keep, busy)
             now = time.monotonic()
             due = self._cleaned_at is None or now - self._cleaned_at >= self._clean_every_s
@@ -107,8 +113,18 @@ class Retention:
         victims = doomed(whole, keep, time.time(), {*self._spared(), *busy})
         if not victims:
             return []
-        names = [self._catalog.names.of(step.step) for step in victims]
-        done = remove_steps(self._catalog.store, self._pins, names)
+        listed = {self._catalog.names.of(step.step): step for step in victims}
+
+        def may_go(name: str) -> bool:
+            # The program has gone on since the listing, and may have saved this step again.
+            step = listed[name]
+            now = self._catalog.find(step.step)
+            same = isinstance(now, Step) and now.save_id == step.save_id
+            return same and step.step not in {*self._spared(), *self._busy()}
+
+        done = remove_steps(
+            self._catalog.store, self._pins, list(listed), moving=self._moving, may_go=may_go
+        )
         if done.removed:
             log.info("removed %d steps of %s", len(done.removed), self._catalog.root)
         return list(done.removed)
