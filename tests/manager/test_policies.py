@@ -96,7 +96,8 @@ def model(rule, steps, now):
                 holds = now - s <= me.saved_at
             case ("seconds", s):
                 before = [o for o in steps if o.step in held]
-                holds = not before or me.saved_at >= before[-1].saved_at + s
+                last = before[-1].saved_at if before else math.inf
+                holds = me.saved_at < last or me.saved_at >= last + s
             case ("best", n, metric, highest):
                 holds = known(me, metric) and (
                     sum(known(o, metric) and better(o, me, metric, highest) for o in steps) < n

@@ -51,6 +51,8 @@ class Decider:
         self._asked: int | None = None
         self._previous: int | None = None
         self._saved: int | None = None
+        self._missed: list[Moment] = []
+        """Since all ranks were last asked, or a save was wanted."""
         self._stopping = False
         self._calls = 0
 
@@ -60,12 +62,16 @@ class Decider:
         return self._policy is not None and not self._policy.follows_step
 
     def restored(self, step: int) -> None:
-        """The run stands at a step."""
+        """The run stands at a step; what it saved beyond that is to be saved again."""
         self._asked = self._previous = step
+        if self._saved != step:
+            self._saved = None
+        self._missed.clear()
 
     def saved(self, step: int) -> None:
         """A save of a step has begun."""
         self._saved = step
+        self._missed.clear()
         self._since = time.monotonic()
 
     def should_save(self, step: int) -> bool:
@@ -78,10 +84,16 @@ class Decider:
         self._calls += 1
         if not self.asks_all or self._calls % self._ask_every:
             # Without a word from the others nothing is known but the step.
-            return self._policy.wants(moment)
+            wants = self._policy.wants(moment)
+            if wants:
+                self._missed.clear()
+            elif self.asks_all:
+                self._missed.append(moment)
+            return wants
         answer = self._keeper.coordinator.gather_scatter(
             "should save", lambda: self._tell(step), self._decide
         )[0]
+        self._missed.clear()
         self._stopping = self._stopping or bool(answer & _STOP)
         return bool(answer & _SAVE)
 
@@ -111,6 +123,7 @@ class Decider:
             time.monotonic() - self._since,
             preempted,
             not any(word.busy for word in ranks),
+            tuple(self._missed),
         )
         wants = self._policy.wants(moment)
         return [bytes([_SAVE * wants + _STOP * preempted])] * len(told)

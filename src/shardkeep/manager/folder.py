@@ -65,13 +65,13 @@ class RunFolder:
 
     def best(self, metric: str | None = None, *, highest: bool | None = None) -> Step | None:
         """The best step by a metric: the one named, or that of the `KeepBest` in `keep`."""
-        rule = find_best(self._keep_policy)
+        rule = find_best(self._keep_policy, metric)
         if metric is None:
             if rule is None:
                 raise ValueError("pass the name of a metric, or keep=KeepBest(...)")
             metric = rule.metric
         if highest is None:
-            highest = rule is not None and rule.metric == metric and rule.highest
+            highest = rule is not None and rule.highest
         return best_step(self._catalog.look().steps, metric, highest)
 
     # --- removing

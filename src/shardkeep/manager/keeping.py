@@ -85,13 +85,17 @@ class KeepEvery(KeepPolicy):
             raise ValueError(f"KeepEvery(seconds={self.seconds!r}): it must be positive")
 
     def holds(self, steps: Sequence[Step], now: float) -> set[int]:
-        """Multiples; or from the first one on, whatever comes long enough after the one before."""
+        """Multiples; or from the first one on, whatever comes long enough after the one before.
+
+        One that was saved earlier than the one before shows a clock that was set back, and counts
+        as a first one.
+        """
         if self.n is not None:
             return {step.step for step in steps if step.step % self.n == 0}
         assert self.seconds is not None
         held, last = set(), -math.inf
         for step in steps:
-            if step.saved_at - last >= self.seconds:
+            if step.saved_at < last or step.saved_at - last >= self.seconds:
                 held.add(step.step)
                 last = step.saved_at
         return held
@@ -145,12 +149,12 @@ def best_step(steps: Sequence[Step], metric: str, highest: bool) -> Step | None:
     return next(iter(KeepBest(1, metric, highest).ranked(steps)), None)
 
 
-def find_best(policy: KeepPolicy | None) -> KeepBest | None:
-    """The first rule for the best within a policy."""
+def find_best(policy: KeepPolicy | None, metric: str | None = None) -> KeepBest | None:
+    """The first rule for the best within a policy, by a metric if one is named."""
     if isinstance(policy, KeepBest):
-        return policy
+        return policy if metric in (None, policy.metric) else None
     parts = policy.parts if isinstance(policy, _Any) else ()
-    return next((found for part in parts if (found := find_best(part)) is not None), None)
+    return next((found for part in parts if (found := find_best(part, metric)) is not None), None)
 
 
 def _check_count(policy: KeepPolicy, n: object) -> None:

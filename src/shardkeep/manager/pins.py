@@ -2,7 +2,8 @@
 """Pins: what is being read, or is held for good, is not removed.
 
 A reader's pin is a file that is touched every 30 seconds. Whoever dies stops touching it, and after
-a while it no longer counts. A pin for good, as `shardkeep pin` makes it, has no such end.
+a while it no longer counts; never before it missed a few touches, of which it names the interval,
+whatever limit the remover was given. A pin for good, as `shardkeep pin` makes it, has no such end.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ log = logging.getLogger("shardkeep")
 TOUCH_S = 30.0
 STALE_S = 900.0
 """A reader that has not touched its pin for so long is dead."""
+TOUCHES = 3
+"""So many times its own interval a pin lives at least."""
 FOLDER = f"{MANAGED}/pins"
 MAX_PIN = 64 << 10
 
@@ -54,6 +57,7 @@ class _Text(msgspec.Struct):
     host: str = ""
     process: int = 0
     why: str = ""
+    touch_s: float = TOUCH_S
 
 
 class Pin:
@@ -155,8 +159,8 @@ class Pins:
         pin = f"{name}.{secrets.token_hex(8)}.{kind}"
         file = self._store.create(f"{FOLDER}/{pin}")
         try:
-            text = msgspec.json.encode(_Text(socket.gethostname(), os.getpid(), why[:1000]))
-            file.write_at(memoryview(text), 0)
+            text = _Text(socket.gethostname(), os.getpid(), why[:1000], self._touch_s)
+            file.write_at(memoryview(msgspec.json.encode(text)), 0)
             file.sync()
         except BaseException:
             file.close()
@@ -170,8 +174,7 @@ class Pins:
         leases = [pin for pins in found.values() for pin in pins if not pin.forever]
         if not leases:
             return found
-        ages = self._ages([pin.name for pin in leases])
-        dead = {name for name, age in ages.items() if age >= self._stale_s}
+        dead = set(self._dead([pin.name for pin in leases]))
         return {
             step: alive
             for step, pins in found.items()
@@ -183,17 +186,14 @@ class Pins:
         names = [n for n in self._store.list(FOLDER) if n.endswith(".lease") or _PROBE.fullmatch(n)]
         if not names:
             return 0
-        dead = [name for name, age in self._ages(names).items() if age >= self._stale_s]
+        dead = self._dead(names)
         return len(dead) - len(unlink_all(self._store, [f"{FOLDER}/{name}" for name in dead]))
 
     def describe(self, pins: list[PinInfo]) -> str:
         """Who holds it, for people."""
         texts = []
         for pin in pins[:3]:
-            text = _Text()
-            with contextlib.suppress(Exception):
-                data = self._store.read(f"{FOLDER}/{pin.name}", MAX_PIN)
-                text = msgspec.json.decode(data, type=_Text)
+            text = self._read(pin.name)
             who = f"process {text.process} on {text.host}" if text.host else "somebody"
             texts.append(f"{who}{f' ({text.why})' if text.why else ''}")
         return ", ".join(texts) + (f" and {len(pins) - 3} more" if len(pins) > 3 else "")
@@ -207,6 +207,22 @@ class Pins:
             if found is not None:
                 pinned.setdefault(found[1], []).append(PinInfo(name, found[3] == "keep"))
         return pinned
+
+    def _read(self, name: str) -> _Text:
+        """What a pin says; nothing where it cannot be read."""
+        with contextlib.suppress(Exception):
+            data = self._store.read(f"{FOLDER}/{name}", MAX_PIN)
+            return msgspec.json.decode(data, type=_Text)
+        return _Text()
+
+    def _dead(self, names: list[str]) -> list[str]:
+        """Those whose readers died, and leftovers of the same age; only the old are read."""
+        old = {name: age for name, age in self._ages(names).items() if age >= self._stale_s}
+        return [
+            name
+            for name, age in old.items()
+            if _PROBE.fullmatch(name) or age >= TOUCHES * self._read(name).touch_s
+        ]
 
     def _ages(self, names: list[str]) -> dict[str, float]:
         """By the clock that stamps the files; one that cannot be told is young."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -81,6 +82,11 @@ def encode_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float | str]:
                 f"the metric {name!r} is a {type(value).__qualname__}, which is not one number; "
                 "put it into metadata=, or into the state"
             ) from error
+        except OverflowError as error:
+            raise UnsupportedValueError(
+                f"the metric {name!r} is too large for a float; save its logarithm, or put it into "
+                "the state"
+            ) from error
         if math.isnan(number):
             made[name] = "NaN"
         elif math.isinf(number):
@@ -97,6 +103,11 @@ def user_metadata_of(
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What the record of a step has as `user`."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UnsupportedValueError(
+            f"metadata is a {type(metadata).__qualname__}; use a mapping, such as "
+            "metadata={'name': value}"
+        )
     made: dict[str, Any] = {"step": step, "saved_at": saved_at}
     if metrics:
         made["metrics"] = encode_metrics(metrics)
@@ -115,5 +126,6 @@ def metrics_of(user: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, str) and value in _NOT_FINITE:
             made[name] = _NOT_FINITE[value]
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            made[name] = float(value)
+            with contextlib.suppress(OverflowError):
+                made[name] = float(value)
     return made

@@ -39,6 +39,8 @@ class Moment:
     """Whether any rank was told to stop."""
     idle: bool = False
     """Whether no rank has a save running."""
+    missed: tuple[Moment, ...] = ()
+    """Those since all ranks were last asked, of which nothing but the step was known."""
 
 
 class SavePolicy(ABC):
@@ -73,8 +75,14 @@ class _Joined(SavePolicy):
         return all(part.follows_step for part in self.parts)
 
     def wants(self, moment: Moment) -> bool:
-        answers = [part.wants(moment) for part in self.parts]
+        answers = [_says(part, moment) for part in self.parts]
         return all(answers) if self.every else any(answers)
+
+
+def _says(part: SavePolicy, moment: Moment) -> bool:
+    """What the step alone decides also counts where it fell between two questions to all ranks."""
+    moments = (moment, *moment.missed) if part.follows_step else (moment,)
+    return any(part.wants(each) for each in moments)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,156 @@
+"""What a long run meets: clocks that jump, resumed loops, rollbacks, odd values, other readers."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from runs import blank, described, fill, state
+
+from shardkeep import (
+    AtSteps,
+    CheckpointManager,
+    EverySeconds,
+    EverySteps,
+    KeepBest,
+    KeepEvery,
+    KeepLast,
+    UnsupportedValueError,
+    WhenIdle,
+)
+from shardkeep.manager.pins import FOLDER, TOUCH_S, TOUCHES, Pins
+from shardkeep.manager.steps import metrics_of
+from shardkeep.stores.local import LocalStore
+
+
+def wanted(manager, steps):
+    """The steps that are saved; nothing is written."""
+    found = []
+    for step in steps:
+        if manager.should_save(step):
+            found.append(step)
+            manager._decider.saved(step)
+    return found
+
+
+def test_a_clock_that_jumped_once_costs_no_later_steps():
+    year = 365 * 86400.0
+    steps = [described(n, n * 1800.0 + year * (n == 3)) for n in range(12)]
+    held = KeepEvery(seconds=3600).holds(steps, 0.0)
+    assert held == {0, 2, 3, 4, 6, 8, 10}
+    left = [step for step in steps if step.step in held]
+    assert KeepEvery(seconds=3600).holds(left, 0.0) == held
+
+
+def test_a_step_between_two_questions_is_saved_at_the_next(tmp_path):
+    fill(tmp_path, [55])
+    with CheckpointManager(tmp_path, save=EverySteps(50) & WhenIdle(), ask_every=10) as manager:
+        manager.restore(blank())
+        assert wanted(manager, range(56, 400)) == [105, 155, 205, 255, 305, 355]
+
+
+def test_single_steps_wait_for_the_next_question_too(tmp_path):
+    policy = (AtSteps([7, 33]) & WhenIdle()) | (EverySteps(20) & EverySeconds(3600))
+    with CheckpointManager(tmp_path, save=policy, ask_every=10) as manager:
+        assert wanted(manager, range(1, 60)) == [10, 40]
+
+
+def test_what_was_saved_between_two_questions_is_not_saved_again(tmp_path):
+    policy = EverySteps(15) | (AtSteps([14]) & WhenIdle())
+    with CheckpointManager(tmp_path, save=policy, ask_every=10) as manager:
+        assert wanted(manager, range(1, 50)) == [15, 30, 45]
+
+
+def test_a_hit_that_all_ranks_were_asked_about_is_over(tmp_path):
+    with CheckpointManager(tmp_path, save=EverySteps(5) & WhenIdle(), ask_every=4) as manager:
+        manager._decider._is_busy = lambda: True
+        assert wanted(manager, range(1, 9)) == []
+        manager._decider._is_busy = lambda: False
+        assert wanted(manager, range(9, 21)) == [12, 16, 20]
+
+
+def test_a_hit_before_a_rollback_does_not_count_after_it(tmp_path):
+    fill(tmp_path, [1])
+    with CheckpointManager(tmp_path, save=EverySteps(5) & WhenIdle(), ask_every=4) as manager:
+        assert wanted(manager, range(1, 7)) == []
+        manager.restore(blank(), 1)
+        assert wanted(manager, range(2, 5)) == []
+
+
+def test_steps_reached_again_after_a_rollback_are_saved_again(tmp_path):
+    with CheckpointManager(tmp_path, save=5) as manager:
+        for step in range(1, 11):
+            if manager.should_save(step):
+                manager.save(step, state(step))
+        manager.restore(blank(), 5)
+        again = [step for step in range(6, 11) if manager.should_save(step)]
+        assert again == [10]
+        manager.save(10, state(1000))
+        found = blank()
+        assert manager.restore(found).step == 10
+        assert found["step"] == 1000
+        assert not manager.should_save(10)
+
+
+@pytest.mark.parametrize("first", ["loss", "acc"])
+def test_the_best_by_a_metric_follows_the_rule_for_it(tmp_path, first):
+    rules = {"loss": KeepBest(1, "loss"), "acc": KeepBest(1, "acc", highest=True)}
+    metrics = {1: {"loss": 3, "acc": 0.1}, 2: {"loss": 2, "acc": 0.9}, 3: {"loss": 1, "acc": 0.5}}
+    fill(tmp_path, [1, 2, 3], metrics)
+    keep = KeepLast(9) | rules.pop(first) | next(iter(rules.values()))
+    with CheckpointManager(tmp_path, keep=keep) as manager:
+        assert manager.best("loss").step == 3
+        assert manager.best("acc").step == 2
+        assert manager.best("acc", highest=False).step == 1
+        assert manager.best().step == {"loss": 3, "acc": 2}[first]
+        assert manager.best("other") is None
+
+
+@pytest.mark.parametrize("given", [[1, 2], [], "v3", "", 0, ("a", 1)])
+def test_metadata_that_is_no_mapping_is_refused(tmp_path, given):
+    with CheckpointManager(tmp_path) as manager:
+        with pytest.raises(UnsupportedValueError, match="metadata is a"):
+            manager.save(1, state(1), metadata=given)
+        assert manager.steps() == []
+
+
+def test_a_metric_that_no_float_holds_is_refused_by_name(tmp_path):
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(UnsupportedValueError, match="'perplexity' is too large"),
+    ):
+        manager.save(1, state(1), {"loss": 1.0, "perplexity": 10**400})
+    assert metrics_of({"metrics": {"loss": 1, "perplexity": 10**400}}) == {"loss": 1.0}
+
+
+def test_a_readers_pin_outlives_the_small_limit_of_a_trainer(tmp_path):
+    fill(tmp_path, [1, 2, 3])
+    store = LocalStore(tmp_path)
+    reader, trainer = Pins(store), Pins(store, stale_s=1)
+
+    def grow_old(seconds):
+        for name in os.listdir(tmp_path / FOLDER):
+            os.utime(tmp_path / FOLDER / name, (time.time() - seconds,) * 2)
+
+    with reader.take("step-1"), trainer.take("step-2"):
+        grow_old(TOUCH_S + 5)
+        assert "step-1" in trainer.held()
+        grow_old(TOUCHES * TOUCH_S + 5)
+        assert "step-1" not in trainer.held()
+        assert "step-1" in reader.held()
+        assert trainer.remove_dead() >= 1
+    assert os.listdir(tmp_path / FOLDER) == []
+
+
+def test_a_pin_that_says_nothing_counts_as_a_readers(tmp_path):
+    pins = Pins(LocalStore(tmp_path), stale_s=1)
+    os.makedirs(tmp_path / FOLDER)
+    name = tmp_path / FOLDER / f"step-1.{'0' * 16}.lease"
+    name.write_bytes(b"")
+    os.utime(name, (time.time() - TOUCH_S,) * 2)
+    assert set(pins.held()) == {"step-1"}
+    assert pins.remove_dead() == 0
+    os.utime(name, (time.time() - TOUCHES * TOUCH_S - 5,) * 2)
+    assert pins.held() == {}
+    assert pins.remove_dead() == 1
