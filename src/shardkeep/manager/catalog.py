@@ -7,12 +7,14 @@ latest: it could be wrong.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from shardkeep.errors import CheckpointError, StorageError
+from shardkeep.errors import CheckpointError, CorruptionError, StorageError
 from shardkeep.formats.native.names import RECORD
 from shardkeep.formats.native.record import MAX_RECORD, decode_head
 from shardkeep.manager.naming import StepNames
@@ -22,11 +24,16 @@ from shardkeep.stores.local import LocalStore, Stat, storage_errors
 
 __all__ = ["MANAGED", "Catalog", "is_leaving", "leaving_name", "left_step"]
 
+log = logging.getLogger("shardkeep")
+
 MANAGED = ".shardkeep"
 """The folder beside the steps for what the manager itself keeps."""
 _LEAVING = ".deleted-"
 """Before the name of a step that is being removed: 16 hex digits and a dash follow."""
 _DIGITS = 16
+_LOOKS = 20
+"""Listings in a row that may change while they are looked at."""
+_PAUSE_S = 0.002
 
 
 def leaving_name(name: str, token: str) -> str:
@@ -64,6 +71,8 @@ class Catalog:
         self.names = names
         self.open_store = open_store
         self._known: dict[str, tuple[Stat, Step | DamagedStep]] = {}
+        self._links: set[str] = set()
+        """Those that were told of."""
         self._lock = threading.Lock()
 
     @property
@@ -85,10 +94,33 @@ class Catalog:
         return self._look(self.names.of(step), step)
 
     def look(self) -> Listing:
-        """All there is now. Costs a call to the system for each step, and a read for each new."""
+        """All there is now. Costs two calls to the system for each step, and a read for each new.
+
+        Steps go while others come: one that was listed and is gone when it is looked at may have
+        made way for one that was not listed yet. So the folder is listed again until none is.
+        """
+        before: list[str] | None = None
+        for _ in range(_LOOKS):
+            with storage_errors(f"listing {self.root}"):
+                names = self.store.list()
+            listing, vanished = self._look_at(names)
+            # One listing may miss both a step that is moved away and the one that takes its place.
+            missed = not listing.steps and bool(listing.leaving) and names != before
+            if not vanished and not missed:
+                return listing
+            before = names
+            time.sleep(_PAUSE_S)
+        if vanished and not listing.steps:
+            raise StorageError(
+                f"steps of {self.root} come and go faster than they can be looked at; try again",
+                transient=True,
+            )
+        return listing
+
+    def _look_at(self, names: list[str]) -> tuple[Listing, bool]:
+        """What these names are, and whether a step among them is gone."""
         steps, damaged, unfinished, leaving = [], [], [], []
-        with storage_errors(f"listing {self.root}"):
-            names = self.store.list()
+        vanished = False
         numbered = []
         for name in names:
             if is_leaving(name):
@@ -97,14 +129,22 @@ class Catalog:
                 numbered.append((step, name))
         for step, name in sorted(numbered):
             found = self._look(name, step)
+            if found is None and self.store.is_directory(name):
+                # Moved away and back by a remover that found it pinned, it has its record again.
+                found = self._look(name, step)
+                if found is None:
+                    unfinished.append(name)
+            elif found is None:
+                # A file or a link stays what it is; a directory is back just now.
+                there = os.path.lexists(self.store.root / name)
+                vanished = vanished or not there or self.store.is_directory(name)
             if isinstance(found, Step):
                 steps.append(found)
             elif found is not None:
                 damaged.append(found)
-            elif self.store.is_directory(name):
-                unfinished.append(name)
         self._forget({name for _, name in numbered})
-        return Listing(tuple(steps), tuple(damaged), tuple(unfinished), tuple(leaving))
+        listing = Listing(tuple(steps), tuple(damaged), tuple(unfinished), tuple(leaving))
+        return listing, vanished
 
     def _forget(self, there: set[str]) -> None:
         with self._lock:
@@ -113,6 +153,8 @@ class Catalog:
 
     def _look(self, name: str, step: int) -> Step | DamagedStep | None:
         record = f"{name}/{RECORD}"
+        if self._is_link(name):
+            return None
         try:
             now = self.store.stat(record)
         except (FileNotFoundError, NotADirectoryError):
@@ -125,10 +167,26 @@ class Catalog:
         if known is not None and stamp == now:
             return known
         found = self._read(name, step, now)
-        if found is not None:
+        # What could not be read this time may be read the next: only contents are remembered.
+        if isinstance(found, Step) or (found and found.kind == CorruptionError.__name__):
             with self._lock:
                 self._known[name] = (now, found)
         return found
+
+    def _is_link(self, name: str) -> bool:
+        """A link is no step: it would count as one more, and what it leads to be removed for it."""
+        if not os.path.islink(self.store.root / name):
+            return False
+        with self._lock:
+            told = name in self._links
+            self._links.add(name)
+        if not told:
+            log.warning(
+                "%s is a symbolic link, which does not count as a step; load what it leads to by "
+                "its own path",
+                self.store.root / name,
+            )
+        return True
 
     def _read(self, name: str, step: int, now: Stat) -> Step | DamagedStep | None:
         path = self.path(step)

@@ -21,6 +21,7 @@ from shardkeep.errors import (
     CheckpointNotFoundError,
     CorruptionError,
     RankError,
+    StorageError,
 )
 from shardkeep.loading import LoadResult
 from shardkeep.manager.catalog import Catalog
@@ -35,6 +36,7 @@ log = logging.getLogger("shardkeep")
 
 TRIES = 20
 """Steps that may vanish under a restore before it says so."""
+PAUSE_S = 0.002
 
 
 class LoadOptions(TypedDict, total=False):
@@ -151,22 +153,36 @@ def _choose(
 ) -> _Choice:
     """One rank looks, and pins what it finds; the others take its word."""
 
+    def pinned(found: Step) -> Step | None:
+        pin = pins.take(catalog.names.of(found.step), "restore")
+        copies = catalog.copies(found.step)  # still there, now that it is pinned
+        if pin is not None:
+            if copies:
+                inside.callback(pin.release)
+            else:
+                pin.release()
+        return replace(found, path=copies[0]) if copies else None
+
     def lead() -> bytes:
         listing = catalog.look()
         if step is not None and all(found.step != step for found in listing.steps):
             # Moved away by a remover that then finds it pinned, it is back at once.
             time.sleep(0.05)
             listing = catalog.look()
-        wanted = [s for s in listing.steps if s.step not in passed and step in (None, s.step)]
         chosen: Step | None = None
-        for found in reversed(wanted):
-            pin = pins.take(catalog.names.of(found.step), "restore")
-            if pin is not None:
-                inside.callback(pin.release)
-            copies = catalog.copies(found.step)  # still there, now that it is pinned
-            if copies:
-                chosen = replace(found, path=copies[0])
+        for _ in range(TRIES):
+            wanted = [s for s in listing.steps if s.step not in passed and step in (None, s.step)]
+            chosen = pinned(wanted[-1]) if wanted else None
+            if chosen is not None or not wanted:
                 break
+            # It made way for a newer one, which an older one must not be taken for.
+            time.sleep(PAUSE_S)
+            listing = catalog.look()
+        else:
+            raise StorageError(
+                f"steps of {catalog.root} are removed faster than they can be pinned; try again",
+                transient=True,
+            )
         newer = [
             bad
             for bad in reversed(listing.damaged)

@@ -17,6 +17,9 @@ from shardkeep.manager.steps import Step
 __all__ = ["PinnedStep", "next_step"]
 
 FIRST_LOOK_S = 0.05
+TRIES = 20
+"""Steps that may vanish before they are pinned, until it waits as if there were none."""
+PAUSE_S = 0.002
 
 
 class PinnedStep:
@@ -110,12 +113,16 @@ def next_step(
 def _look(
     catalog: Catalog, pins: Pins, least: int, newest: bool, kept: list[Pin | None]
 ) -> Step | None:
-    found = [step for step in catalog.look().steps if step.step >= least]
-    for step in reversed(found) if newest else found:
+    for _ in range(TRIES):
+        found = [step for step in catalog.look().steps if step.step >= least]
+        if not found:
+            return None
+        step = found[-1 if newest else 0]
         pin = pins.take(catalog.names.of(step.step), "evaluation")
         if catalog.copies(step.step):  # still there, now that it is pinned
             kept[0] = pin
             return step
         if pin is not None:
             pin.release()
+        time.sleep(PAUSE_S)  # it made way for a newer one, or is back at once
     return None
