@@ -220,17 +220,34 @@ HEADINGS = [
 ]
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks reshard", description=__doc__)
+def arguments(command: str, description: str | None) -> argparse.ArgumentParser:
+    """The options of benchmarks over scenarios."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {command}", description=description
+    )
     parser.add_argument("--size", type=float, default=0.5, help="of each state, in GiB")
     parser.add_argument("--only", help="scenarios whose name has this in it")
     add_options(parser, repeat=3)
     return parser
 
 
+def plain(seen: dict[str, dict[str, dict[str, list[list[Part]]]]]) -> dict[str, Any]:
+    """For JSON: everything that was measured, by scenario."""
+    return {
+        name: {
+            side: {
+                operation: [[asdict(part) for part in ranks] for ranks in rounds]
+                for operation, rounds in operations.items()
+            }
+            for side, operations in sides.items()
+        }
+        for name, sides in seen.items()
+    }
+
+
 def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    chosen = arguments().parse_args(argv)
+    chosen = arguments("reshard", __doc__).parse_args(argv)
     nbytes = int(chosen.size * (1 << 30))
     cases = [one for one in scenarios(nbytes) if not chosen.only or chosen.only in one.name]
     # Replicated: every rank holds it all, and another copy while it checks.
@@ -252,16 +269,4 @@ def main(argv: list[str] | None = None) -> None:
                 for one in cases
             ]
             draw(chosen.picture, "Bytes read for each byte wanted", "less is better", groups)
-        report.finish(
-            {
-                name: {
-                    side: {
-                        operation: [[asdict(part) for part in ranks] for ranks in rounds]
-                        for operation, rounds in operations.items()
-                    }
-                    for side, operations in sides.items()
-                }
-                for name, sides in seen.items()
-            },
-            chosen.json,
-        )
+        report.finish(plain(seen), chosen.json)

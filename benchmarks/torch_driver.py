@@ -6,12 +6,19 @@ others, cold; rounds alternate who goes first.
 
 from __future__ import annotations
 
-import argparse
 import warnings
-from dataclasses import asdict
 
-from benchmarks.report import Report, add_options
-from benchmarks.resharding import HEADINGS, MODULES, READ_ONCE, UNDER_TORCH, row, run
+from benchmarks.report import Report
+from benchmarks.resharding import (
+    HEADINGS,
+    MODULES,
+    READ_ONCE,
+    UNDER_TORCH,
+    arguments,
+    plain,
+    row,
+    run,
+)
 from benchmarks.rounds import need_memory, scratch
 from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario
 from shardkeep.testing.processes import RankServer
@@ -42,17 +49,9 @@ def scenarios(nbytes: int) -> list[Scenario]:
     ]
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks torch-driver", description=__doc__)
-    parser.add_argument("--size", type=float, default=0.5, help="of each state, in GiB")
-    parser.add_argument("--only", help="scenarios whose name has this in it")
-    add_options(parser, repeat=3)
-    return parser
-
-
 def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
-    chosen = arguments().parse_args(argv)
+    chosen = arguments("torch-driver", __doc__).parse_args(argv)
     nbytes = int(chosen.size * (1 << 30))
     cases = [one for one in scenarios(nbytes) if not chosen.only or chosen.only in one.name]
     need_memory(6 * max(one.nbytes for one in cases))
@@ -65,16 +64,4 @@ def main(argv: list[str] | None = None) -> None:
             HEADINGS,
             rows,
         )
-        report.finish(
-            {
-                name: {
-                    side: {
-                        operation: [[asdict(part) for part in ranks] for ranks in rounds]
-                        for operation, rounds in operations.items()
-                    }
-                    for side, operations in sides.items()
-                }
-                for name, sides in seen.items()
-            },
-            chosen.json,
-        )
+        report.finish(plain(seen), chosen.json)

@@ -85,7 +85,7 @@ def test_files_of_which_little_is_wanted_are_not_kept(tmp_path):
 
 
 def test_room_and_files_are_bounded_over_many_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardkeep.formats.native.writer.MOST_FILES", 5)
+    monkeypatch.setattr("shardkeep.formats.native.keeping.MOST_FILES", 5)
     rng = np.random.default_rng(0)
     state = some_state(count=16, size=12_000)
     total = 16 * 12_000

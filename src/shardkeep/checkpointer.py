@@ -13,11 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
 from shardkeep.checkpoint import Checkpoint
+from shardkeep.closing import Closing
 from shardkeep.coordination import Coordinator, Ranks
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
@@ -51,7 +51,7 @@ from shardkeep.stores.local import LocalStore
 __all__ = ["Checkpointer", "async_save", "gc", "load", "open", "save", "verify"]
 
 
-class Checkpointer:
+class Checkpointer(Closing):
     """Saves and loads for one group of processes; closable, and a context manager."""
 
     def __init__(
@@ -456,23 +456,6 @@ class Checkpointer:
             background.close()
             self._background = None
             background.raise_unseen()
-
-    def __enter__(self) -> Self:
-        """Usable in `with`."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; an error that is on its way goes before that of a save in the background."""
-        if error is None:
-            self.close()
-            return
-        with contextlib.suppress(Exception):
-            self.close()
 
 
 def save(

@@ -26,7 +26,7 @@ from shardkeep.structure import TENSOR, VALUE, Structure, merge
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable, ValueTable
 from shardkeep.wording import SHOWN, faults_text
 
-__all__ = ["GlobalPlan", "check_tilings", "join_plans"]
+__all__ = ["GlobalPlan", "check_tilings", "group_equal", "join_plans", "sort_keys"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,9 +260,9 @@ def _join_chunks(
     source = np.concatenate([part.chunks.source for part in items])
     boxes = Boxes.join([part.chunks.boxes for part in items])
 
-    keys = _sort_keys(tensors, tensor, boxes)
+    keys = sort_keys(tensors, tensor, boxes)
     order = np.argsort(keys, kind="stable")
-    group_start = _group_equal(keys, order, tensor, boxes)
+    group_start = group_equal(keys, order, tensor, boxes)
     order, group_start = _without_yielding(items, order, group_start)
     first = order[group_start[:-1]]
     distinct, whose = boxes.take(first), tensor[first]
@@ -290,12 +290,12 @@ def _join_chunks(
     writer = assign_writers(nbytes, group, number, group_start, rank, len(items))
     table = ChunkTable(whose, pieces, rank[writer], source[writer])
     if cut:
-        keys = _sort_keys(tensors, table.tensor, table.boxes)
+        keys = sort_keys(tensors, table.tensor, table.boxes)
         table = table.take(np.argsort(keys, kind="stable"))
     return table, shared
 
 
-def _sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
+def sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
     """One number per chunk that orders by tensor, then by offset."""
     linear = linear_starts(tensors.shape_start, tensors.shapes, tensor, boxes)
     volumes = np.maximum(tensors.volumes, 1)
@@ -313,7 +313,7 @@ def _sort_keys(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Column:
     return keys
 
 
-def _group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes: Boxes) -> Ints:
+def group_equal(keys: Column, order: npt.NDArray[np.intp], tensor: Ints, boxes: Boxes) -> Ints:
     """Where in `order`, which sorts the keys, each run of equal boxes of one tensor begins."""
     ordered = keys[order]
     # Equal boxes have equal keys, so only those need a look, and they are few.

@@ -86,15 +86,11 @@ def digest_sources(
         with pool.buffer() as buffer:
             data = buffer[: high - low]
             try:
-                first, last = filler.fill(low, high, data)
+                rows = filler.fill(low, high, data)
             finally:
                 if staging is not None:
                     staging.fence()()
-            start, end = chunks.start[first:last], (chunks.start + chunks.nbytes)[first:last]
-            begin = np.maximum(start, low)
-            cuts = zip((begin - low).tolist(), (np.minimum(end, high) - low).tolist(), strict=True)
-            view = data.data
-            digests.add_run(first, (begin - start).tolist(), [view[a:b] for a, b in cuts])
+            digests.add_stretch(chunks.start, rows, low, data.data)
         progress(0)
 
     run_in_order(range(0, total, pool.unit), work, min(threads, pool.threads))

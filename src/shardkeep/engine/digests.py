@@ -154,6 +154,19 @@ class ContentDigests:
             with self._lock:
                 self._missing -= whole
 
+    def add_stretch(self, start: Ints, rows: tuple[int, int], low: int, view: memoryview) -> None:
+        """Take what the chunks [first, last) have in a stretch of bytes that begins at `low`.
+
+        `start` says where each chunk begins, counted as `low` is.
+        """
+        first, last = rows
+        if first == last:
+            return
+        begin = start[first:last] - low
+        end = begin + self._lengths[first:last]
+        parts = [view[max(a, 0) : b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
+        self.add_run(first, np.maximum(-begin, 0).tolist(), parts)
+
     def _add(self, chunk: int, start: int, data: memoryview, length: int) -> None:
         """Cut a part of a chunk into pieces, and digest those that are whole."""
         end = start + len(data)

@@ -298,14 +298,8 @@ class _FileWriter:
 
     def _digest_content(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         """Chunks that lie whole in the unit in one go; the two that may not, by themselves."""
-        first, last = rows
-        if self._content is None or first == last:
-            return
-        chunks, view = self._payload.chunks, data.data
-        begin = chunks.start[first:last] - low
-        end = begin + chunks.nbytes[first:last]
-        parts = [view[max(a, 0) : b] for a, b in zip(begin.tolist(), end.tolist(), strict=True)]
-        self._content.add_run(first, np.maximum(-begin, 0).tolist(), parts)
+        if self._content is not None:
+            self._content.add_stretch(self._payload.chunks.start, rows, low, data.data)
 
     def _write(self, low: int, data: Bytes) -> None:
         whole = self._last_page - low

@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
 from shardkeep.checkpointer import Checkpointer
+from shardkeep.closing import Closing
 from shardkeep.default_planner import CheckReplicas
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.handles import SaveHandle
@@ -50,7 +50,7 @@ class SaveOptions(TypedDict, total=False):
     progress: Progress
 
 
-class CheckpointManager(RunFolder):
+class CheckpointManager(RunFolder, Closing):
     """The steps of one run in one folder: saved when it is time, kept as long as asked for, found
     again after a crash. Closable, and a context manager.
 
@@ -377,20 +377,3 @@ class CheckpointManager(RunFolder):
                 wait([self._handle])
             if self._owned:
                 self._keeper.close()
-
-    def __enter__(self) -> Self:
-        """Usable in `with`."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close; an error that is on its way goes before that of a save in the background."""
-        if error is None:
-            self.close()
-            return
-        with contextlib.suppress(Exception):
-            self.close()

@@ -23,7 +23,7 @@ from typing import Self
 
 import msgspec
 
-from shardkeep.formats.native.commit import server_time, unlink_all
+from shardkeep.formats.native.commit import PROBE, keep_fresh, server_time, unlink_all
 from shardkeep.manager.catalog import MANAGED
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
@@ -40,7 +40,6 @@ FOLDER = f"{MANAGED}/pins"
 MAX_PIN = 64 << 10
 
 _NAME = re.compile(r"(.+)\.([0-9a-f]{16})\.(lease|keep)", re.ASCII | re.DOTALL)
-_PROBE = re.compile(r"gc-[0-9a-f]{16}\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Pin:
         self._file = file
         self._stop = threading.Event()
         self._keeper = threading.Thread(
-            target=_keep_fresh, args=(file, self._stop, touch_s), name="shardkeep-pin", daemon=True
+            target=keep_fresh, args=(file, self._stop, touch_s), name="shardkeep-pin", daemon=True
         )
         # A reader that forgot its pin does not hold the step for ever.
         weakref.finalize(self, self._stop.set).atexit = False
@@ -98,12 +97,6 @@ class Pin:
     ) -> None:
         """Release it."""
         self.release()
-
-
-def _keep_fresh(file: WriteFile, stop: threading.Event, touch_s: float) -> None:
-    while not stop.wait(touch_s):
-        with contextlib.suppress(OSError):
-            file.touch()
 
 
 class Pins:
@@ -183,7 +176,7 @@ class Pins:
 
     def remove_dead(self) -> int:
         """Remove the pins of readers that died; how many."""
-        names = [n for n in self._store.list(FOLDER) if n.endswith(".lease") or _PROBE.fullmatch(n)]
+        names = [n for n in self._store.list(FOLDER) if n.endswith(".lease") or PROBE.fullmatch(n)]
         if not names:
             return 0
         dead = self._dead(names)
@@ -221,7 +214,7 @@ class Pins:
         return [
             name
             for name, age in old.items()
-            if _PROBE.fullmatch(name) or age >= TOUCHES * self._read(name).touch_s
+            if PROBE.fullmatch(name) or age >= TOUCHES * self._read(name).touch_s
         ]
 
     def _ages(self, names: list[str]) -> dict[str, float]:

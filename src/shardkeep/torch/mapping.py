@@ -19,10 +19,10 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from shardkeep.boxes import linear_starts
 from shardkeep.columns import Boxes, Ints, starts
 from shardkeep.dtypes import TABLE, lookup
 from shardkeep.errors import UnsupportedValueError
+from shardkeep.global_plan import sort_keys
 from shardkeep.metadata import (
     BytesStorageMetadata,
     Metadata,
@@ -145,8 +145,7 @@ def _chunk_table(tensors: TensorTable, chunks: Sequence[Sequence[Any]]) -> Chunk
 
 def chunk_order(tensors: TensorTable, tensor: Ints, boxes: Boxes) -> Ints:
     """Sorts chunks by tensor, then by offset."""
-    linear = linear_starts(tensors.shape_start, tensors.shapes, tensor, boxes)
-    return np.lexsort((linear, tensor)).astype(np.int64)
+    return np.argsort(sort_keys(tensors, tensor, boxes), kind="stable").astype(np.int64)
 
 
 def _locations_from_torch(locations: object) -> Mapping[MetadataIndex, StorageLocation] | None:

@@ -34,9 +34,11 @@ from shardkeep.formats.native.record import MAX_RECORD, Record, decode_record
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
 __all__ = [
+    "PROBE",
     "GcResult",
     "Lease",
     "collect_garbage",
+    "keep_fresh",
     "read_record",
     "read_record_bytes",
     "server_time",
@@ -47,7 +49,7 @@ TOUCH_S = 30.0
 STALE_S = 3600.0
 VISIBILITY_S = 60.0
 
-_PROBE = re.compile(r"gc-[0-9a-f]{16}\.tmp", re.ASCII)
+PROBE = re.compile(r"gc-[0-9a-f]{16}\.tmp", re.ASCII)
 """What a collection makes to learn the file server's time."""
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
@@ -111,7 +113,7 @@ class Lease:
         self._file: WriteFile | None = file
         self._stop = threading.Event()
         self._keeper = threading.Thread(
-            target=_keep_fresh,
+            target=keep_fresh,
             args=(file, self._stop, touch_s),
             name="shardkeep-lease",
             daemon=True,
@@ -201,7 +203,8 @@ class Lease:
             self._store.unlink(self.name)
 
 
-def _keep_fresh(file: WriteFile, stop: threading.Event, touch_s: float) -> None:
+def keep_fresh(file: WriteFile, stop: threading.Event, touch_s: float) -> None:
+    """Touch a file that says by its age whether its maker is alive, until `stop`."""
     while not stop.wait(touch_s):
         with contextlib.suppress(OSError):
             file.touch()
@@ -284,7 +287,7 @@ def collect_garbage(
     files = [f"{DATA}/{name}" for name in store.list(DATA)]
     names = store.list()
     leases = {sid: name for name in names if (sid := lease_save_id(name))}
-    probes = [name for name in names if _PROBE.fullmatch(name)]
+    probes = [name for name in names if PROBE.fullmatch(name)]
     ids = {sid for name in files if (sid := save_id_of(name))} | leases.keys()
     if not ids and not probes:
         return GcResult((), 0, ())

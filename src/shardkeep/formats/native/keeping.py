@@ -13,7 +13,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from shardkeep.engine.contents import digest_memory, digest_sources
 from shardkeep.engine.digests import Algorithm
 from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
-from shardkeep.formats.native.commit import unlink_all
+from shardkeep.formats.native.commit import read_record, unlink_all
 from shardkeep.formats.native.layout import (
     Layout,
     Limits,
@@ -36,11 +35,12 @@ from shardkeep.formats.native.layout import (
 from shardkeep.formats.native.names import kept_file
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import FileRow, Record
+from shardkeep.global_plan import group_equal, sort_keys
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore
 from shardkeep.tables import StateColumns, TensorTable
 
-__all__ = ["MOST_FILES", "Same", "compare", "join", "keep_files", "without_kept", "worth_keeping"]
+__all__ = ["Keeping", "Same", "compare", "join", "without_kept", "worth_keeping"]
 
 log = logging.getLogger("shardkeep")
 
@@ -168,14 +168,19 @@ def _candidates(base: NativeReader, items: WriteItems) -> Same:
     if not len(chunks):
         return NOTHING
     wanted = np.flatnonzero(to_base[items.chunks.tensor] >= 0)
-    tensor, boxes = to_base[items.chunks.tensor[wanted]], items.chunks.boxes.take(wanted)
-    marks, theirs = _marks(tensor, boxes), _marks(chunks.tensor, chunks.boxes)
-    order = np.argsort(theirs)
-    at = order[np.minimum(np.searchsorted(theirs[order], marks), len(theirs) - 1)]
-    same = (theirs[at] == marks) & (chunks.tensor[at] == tensor)
-    rows, at = wanted[same], at[same]
-    equal = _equal_boxes(items.chunks.boxes.take(rows), chunks.boxes.take(at))
-    return Same(rows[equal], chunks.file[at[equal]], chunks.start[at[equal]])
+    ours = items.chunks.boxes.take(wanted)
+    boxes = Boxes.join([ours, chunks.boxes])
+    tensor = np.concatenate([to_base[items.chunks.tensor[wanted]], chunks.tensor])
+    keys = sort_keys(base.index.tensors, tensor, boxes)
+    order = np.argsort(keys, kind="stable")
+    edges = group_equal(keys, order, tensor, boxes)
+    box = np.empty_like(order)  # which of the distinct ones each is
+    box[order] = np.repeat(np.arange(len(edges) - 1), np.diff(edges))
+    theirs = np.full(len(edges) - 1, -1)
+    theirs[box[len(wanted) :]] = np.arange(len(chunks))
+    at = theirs[box[: len(wanted)]]
+    found = at >= 0
+    return Same(wanted[found], chunks.file[at[found]], chunks.start[at[found]])
 
 
 def _same_tensors(ours: TensorTable, theirs: TensorTable) -> Ints:
@@ -193,46 +198,44 @@ def _same_tensors(ours: TensorTable, theirs: TensorTable) -> Ints:
     return row
 
 
-_PRIMES = np.array(
-    [0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
-)
-
-
-def _marks(tensor: Ints, boxes: Boxes) -> npt.NDArray[np.uint64]:
-    """A number for each chunk, the same where tensor and box are; seldom where they are not."""
-    ndim = boxes.ndim
-    dimension = np.arange(len(boxes.offsets)) - np.repeat(boxes.start[:-1], ndim)
-    mixed = boxes.offsets.astype(np.uint64) * _PRIMES[0]
-    mixed += boxes.sizes.astype(np.uint64) * _PRIMES[1] + dimension.astype(np.uint64) * _PRIMES[2]
-    mixed ^= mixed >> np.uint64(31)
-    mixed *= _PRIMES[3]
-    mixed ^= mixed >> np.uint64(29)
-    marks: npt.NDArray[np.uint64] = _sums(mixed, boxes) + tensor.astype(np.uint64) * _PRIMES[0]
-    return marks
-
-
-def _equal_boxes(one: Boxes, two: Boxes) -> Mask:
-    """Row by row; of tensors that are alike, so that they have as many dimensions."""
-    differ = (one.offsets != two.offsets) | (one.sizes != two.sizes)
-    equal: Mask = _sums(differ.astype(np.int64), one) == 0
-    return equal
-
-
-def _sums(values: npt.NDArray[Any], boxes: Boxes) -> npt.NDArray[Any]:
-    """Over the dimensions of each box."""
-    ends = np.append(values.dtype.type(0), np.cumsum(values, dtype=values.dtype))
-    out: npt.NDArray[Any] = ends[boxes.start[1:]] - ends[boxes.start[:-1]]
-    return out
-
-
 # --- on the coordinator
 
 
-def keep_files(
+@dataclass(frozen=True, eq=False)
+class Keeping:
+    """What becomes of the files of a base, on the coordinator of a save."""
+
+    base: LocalStore
+    """The earlier checkpoint."""
+    store: LocalStore
+    """The new one."""
+    save_id: str
+    """Of the new one."""
+    ranks: int
+    """How many save."""
+    written: list[str]
+    """Names of files that an abort removes: those of kept files join them."""
+
+    def keep(self, compared: str, wanted: Ints, total: int) -> dict[int, FileRow]:
+        """Keep what is worth it, by the number of each file: of each so many bytes are wanted, of
+        a checkpoint of `total`. Nothing, if the base is not the save any more that ranks have
+        compared with."""
+        try:
+            record = read_record(self.base)
+        except CheckpointError:
+            return {}
+        if record.save_id != compared:
+            return {}
+        size = np.array([row.size for row in record.files[: len(wanted)]], np.int64)
+        numbers = worth_keeping(size, wanted, total, MOST_FILES * self.ranks)
+        return _link_files(record, numbers, self.base, self.store, self.save_id, self.written)
+
+
+def _link_files(
     record: Record,
     numbers: Sequence[int],
-    store: LocalStore,
     base: LocalStore,
+    store: LocalStore,
     save_id: str,
     written: list[str],
 ) -> dict[int, FileRow]:

@@ -215,7 +215,8 @@ class _Check:
         nbytes = chunks.take(rows).nbytes(self._reader.index.tensors)
         if not len(rows) or (start > record.files[number].payload - nbytes).any():
             return None
-        return _Contents(rows, start, nbytes, ContentDigests(algorithm(record.digests), nbytes))
+        digests = ContentDigests(algorithm(record.digests), nbytes)
+        return _Contents(rows, start, start + nbytes, digests)
 
     def _check_contents(self, contents: _Contents, number: int) -> None:
         """What a later save would take for the content of a chunk must be it."""
@@ -357,20 +358,14 @@ class _Contents:
 
     rows: Ints
     start: Ints
-    nbytes: Ints
+    end: Ints
     digests: ContentDigests
 
     def add(self, low: int, data: Bytes) -> None:
         """Bytes of the file from `low` on; each once, in any order."""
-        end = self.start + self.nbytes
-        first = int(end.searchsorted(low, "right"))
+        first = int(self.end.searchsorted(low, "right"))
         last = int(self.start.searchsorted(low + len(data), "left"))
-        begin = np.maximum(self.start[first:last], low)
-        stop = np.minimum(end[first:last], low + len(data))
-        view = data.data
-        cuts = zip((begin - low).tolist(), (stop - low).tolist(), strict=True)
-        parts = [view[a:b] for a, b in cuts]
-        self.digests.add_run(first, (begin - self.start[first:last]).tolist(), parts)
+        self.digests.add_stretch(self.start, (first, last), low, data.data)
 
 
 def _holds(found: _Entries, expected: _Entries) -> bool:

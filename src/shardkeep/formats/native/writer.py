@@ -39,14 +39,7 @@ from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, 
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
 from shardkeep.formats.native.jobs import DataFiles, Written
-from shardkeep.formats.native.keeping import (
-    MOST_FILES,
-    compare,
-    join,
-    keep_files,
-    without_kept,
-    worth_keeping,
-)
+from shardkeep.formats.native.keeping import Keeping, compare, join, without_kept
 from shardkeep.formats.native.layout import (
     FilePlan,
     Layout,
@@ -281,23 +274,13 @@ class NativeWriter(StorageWriter):
 
     def share_data(self, told: list[bytes], metadata: Metadata) -> list[bytes]:
         """Keep files of the base, and lay out around them what changed."""
-        state = _columns_of(metadata)
-        self._layout, answers = join(told, state, self.limits, self._algorithm.size, self._keep)
-        return answers
-
-    def _keep(self, save_id: str, wanted: Ints, total: int) -> dict[int, FileRow]:
         assert self.base is not None
-        base = self._open_store(self.base)
-        try:
-            record = read_record(base)
-        except CheckpointError:
-            return {}
-        if record.save_id != save_id:  # replaced since the ranks compared with it
-            return {}
-        size = np.array([row.size for row in record.files[: len(wanted)]], np.int64)
-        most = MOST_FILES * self._place.world_size
-        numbers = worth_keeping(size, wanted, total, most)
-        return keep_files(record, numbers, self._store, base, self.save_id, self._written)
+        base, ranks = self._open_store(self.base), self._place.world_size
+        keeping = Keeping(base, self._store, self.save_id, ranks, self._written)
+        self._layout, answers = join(
+            told, _columns_of(metadata), self.limits, self._algorithm.size, keeping.keep
+        )
+        return answers
 
     def use_shared(self, plan: SavePlan, answer: bytes) -> SavePlan:
         """Only what changed is written."""
