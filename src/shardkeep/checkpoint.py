@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +18,9 @@ from shardkeep import values
 from shardkeep.arrays import HostSink, Sink, adapter_named
 from shardkeep.columns import Boxes
 from shardkeep.dtypes import DType
-from shardkeep.errors import StorageError, UnsupportedValueError
+from shardkeep.errors import FormatError, StorageError, UnsupportedValueError
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from shardkeep.planner import ReadItems
 from shardkeep.reads import plan_reads
 from shardkeep.structure import Structure, dotted, key_identity
 from shardkeep.tables import StateColumns
@@ -26,7 +28,6 @@ from shardkeep.tables import StateColumns
 if TYPE_CHECKING:
     import torch
 
-    from shardkeep.formats.native.reader import NativeReader
     from shardkeep.formats.native.verifying import VerifyReport
 
 __all__ = ["Checkpoint", "SubView", "TensorView"]
@@ -35,6 +36,45 @@ Array = npt.NDArray[Any]
 As = Literal["numpy", "torch"]
 MAX_PICKED = 1 << 16
 """Rows picked one by one; more are read as the range they lie in."""
+
+
+class OpenReader(Protocol):
+    """What an open checkpoint asks of the reader under it."""
+
+    checkpoint_id: str
+    """The name the caller gave."""
+
+    @property
+    def system(self) -> str:
+        """Who wrote the checkpoint."""
+
+    @property
+    def digest(self) -> str | None:
+        """Of the record, if there is one."""
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that wrote it, if that has a name."""
+
+    @property
+    def user_metadata(self) -> Mapping[str, Any]:
+        """What was kept beside the state."""
+
+    @property
+    def root(self) -> Path:
+        """Where it lies, absolute."""
+
+    def read_metadata(self) -> Metadata:
+        """What is stored."""
+
+    def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
+        """Read values by name; `deliver(i, data)` gets the encoding of the i-th."""
+
+    def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
+        """Read every region into its sink."""
+
+    def close(self) -> None:
+        """Let go of files."""
 
 
 class TensorView:
@@ -229,7 +269,7 @@ class SubView(Mapping[Any, Any]):
 class Checkpoint(Mapping[str, Any]):
     """A committed checkpoint, read lazily. A mapping from name to tensor view or value."""
 
-    def __init__(self, reader: NativeReader, *, allow_pickle: bool = False) -> None:
+    def __init__(self, reader: OpenReader, *, allow_pickle: bool = False) -> None:
         """Made by `shardkeep.open`."""
         self._reader = reader
         self._allow_pickle = allow_pickle
@@ -244,19 +284,27 @@ class Checkpoint(Mapping[str, Any]):
     # --- what there is
 
     @property
-    def digest(self) -> str:
-        """Digest of the commit record; keep it elsewhere to pin this checkpoint."""
-        return self._reader.record.digest
+    def system(self) -> str:
+        """Who wrote it: `"Shardkeep"`, or the name of another system."""
+        return self._reader.system
 
     @property
-    def save_id(self) -> str:
-        """The save that wrote it."""
-        return self._reader.record.save_id
+    def digest(self) -> str | None:
+        """Digest of the commit record; keep it elsewhere to pin this checkpoint.
+
+        None for those of other systems, which have none.
+        """
+        return self._reader.digest
+
+    @property
+    def save_id(self) -> str | None:
+        """The save that wrote it; None for those of other systems."""
+        return self._reader.save_id
 
     @property
     def user_metadata(self) -> Mapping[str, Any]:
-        """What `save(..., user_metadata=...)` was given."""
-        return self._reader.record.user
+        """What `save(..., user_metadata=...)` was given, or another system kept beside a state."""
+        return self._reader.user_metadata
 
     @property
     def path(self) -> str:
@@ -312,6 +360,11 @@ class Checkpoint(Mapping[str, Any]):
         """Read every byte of every file and check it; see `VerifyReport`."""
         from shardkeep.formats.native.verifying import verify_checkpoint
 
+        if self.digest is None:
+            raise FormatError(
+                f"{self.path} was written by {self.system}, which keeps no digests that could be "
+                "compared; shardkeep convert makes a checkpoint that has them"
+            )
         report = verify_checkpoint(self._reader.root)
         if report.ok and report.digest != self.digest:
             raise StorageError(f"{self.path} was replaced since it was opened; open it again")

@@ -24,7 +24,8 @@ from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
 from shardkeep.engine.budget import checked_budget
 from shardkeep.engine.process import can_start
-from shardkeep.errors import PlanError, StorageError, UnsupportedValueError
+from shardkeep.errors import CorruptionError, PlanError, StorageError, UnsupportedValueError
+from shardkeep.foreign.reader import ForeignReader
 from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import checked_user_metadata
@@ -391,13 +392,15 @@ class Checkpointer(Closing):
                 raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
             reader = find_reader(checkpoint_id)()
         reader.reset(checkpoint_id)
+        if isinstance(reader, ForeignReader):
+            _refuse_pin(options["expect_digest"], checkpoint_id)
         if isinstance(reader, NativeReader):
             if not getattr(reader, "checkpoint_id", ""):
                 raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
             # What the reader was made with holds too: a pin is not lost, nor a wish not to verify.
             options["verify"] = options["verify"] and reader.verify
             options["expect_digest"] = options["expect_digest"] or reader.expect_digest
-        pinned = {key: options[key] for key in ("verify", "expect_digest")}
+        pinned = {k: options[k] for k in ("verify", "expect_digest") if hasattr(reader, k)}
         with (
             tracked(progress, "loading") as counter,
             self._lent(self._coordinator, reader, counter, budget, **pinned),
@@ -422,7 +425,7 @@ class Checkpointer(Closing):
         **settings: Any,
     ) -> Iterator[None]:
         """Give our own storage the settings of this call; a caller's object gets its own back."""
-        if not isinstance(storage, (NativeWriter, NativeReader)):
+        if not isinstance(storage, (NativeWriter, NativeReader, ForeignReader)):
             yield
             return
         shown = storage.progress
@@ -615,9 +618,7 @@ def open(
     """Open a checkpoint lazily: no model, no ranks; costs O(tensors), reads no payload."""
     checked_budget(memory_budget)
     for last in (False, True):
-        reader = NativeReader(
-            checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
-        )
+        reader = _open_reader(checkpoint_id, verify, expect_digest, memory_budget)
         try:
             return Checkpoint(reader, allow_pickle=allow_pickle)
         except BaseException as error:
@@ -626,6 +627,28 @@ def open(
             if last or not (isinstance(error, StorageError) and error.transient):
                 raise
     raise AssertionError
+
+
+def _open_reader(
+    checkpoint_id: CheckpointId,
+    verify: bool,
+    expect_digest: str | None,
+    memory_budget: int | None,
+) -> NativeReader | ForeignReader:
+    if not issubclass(find_reader(checkpoint_id), ForeignReader):
+        return NativeReader(
+            checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
+        )
+    _refuse_pin(expect_digest, checkpoint_id)
+    return ForeignReader(checkpoint_id, memory_budget=memory_budget)
+
+
+def _refuse_pin(expect_digest: str | None, checkpoint_id: CheckpointId | None) -> None:
+    if expect_digest is not None:
+        raise CorruptionError(
+            f"{checkpoint_id} has no record whose digest could be {expect_digest}: it was written "
+            "by another system; this is not the checkpoint that was pinned"
+        )
 
 
 def verify(

@@ -221,7 +221,7 @@ class StorageReader(ABC):
 
 @runtime_checkable
 class StorageKind(Protocol):
-    """What an entry point of `shardkeep.storage` names: a pair of classes."""
+    """What an entry point of `shardkeep.storage` names: a pair of classes, or one of them."""
 
     writer: ClassVar[type[StorageWriter]]
     """Writes this kind of storage."""
@@ -229,7 +229,7 @@ class StorageKind(Protocol):
     """Reads it."""
 
 
-BUILT_IN = ("shardkeep.formats.native:NativeStorage",)
+BUILT_IN = ("shardkeep.foreign.storage:ForeignStorage", "shardkeep.formats.native:NativeStorage")
 """`module:name` of the storages that come with the package, asked first."""
 
 
@@ -252,8 +252,8 @@ def _find(checkpoint_id: CheckpointId, role: str) -> Any:
         raise TypeError(f"checkpoint_id is {checkpoint_id!r}; pass text or a pathlib.Path")
     for kinds in (_kinds, _third_party):
         for kind in kinds():
-            cls = getattr(kind, role)
-            if cls.validate_checkpoint_id(checkpoint_id):
+            cls = getattr(kind, role, None)
+            if cls is not None and cls.validate_checkpoint_id(checkpoint_id):
                 return cls
     raise StorageError(
         f"no storage knows the checkpoint id {os.fspath(checkpoint_id)!r}; pass storage_{role}=..."

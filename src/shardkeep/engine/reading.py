@@ -18,13 +18,14 @@ import numpy as np
 
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
+from shardkeep.engine.blocks import BlockFile
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
 from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.units import Runs, Units, members_of, runs_of
-from shardkeep.engine.verified import DamagedBlock, VerifiedFile
+from shardkeep.engine.verified import DamagedBlock
 from shardkeep.errors import CorruptionError
 from shardkeep.stores.page_cache import is_cached
 
@@ -59,7 +60,7 @@ READ_STATS = (
 """What is counted: bytes read, how often, how many around the page cache and how many without a
 buffer; bytes that other ranks read; seconds of all threads together."""
 
-Files = Callable[[int], AbstractContextManager[VerifiedFile]]
+Files = Callable[[int], AbstractContextManager[BlockFile]]
 
 
 class Reading:
@@ -134,7 +135,7 @@ class Reading:
         for number in range(0, len(runs), max(1, len(runs) // SAMPLES)):
             with self.files(int(runs.file[number])) as file:
                 low = int(runs.first[number]) * self.block
-                high = min(int(runs.stop[number]) * self.block, file.layout.payload)
+                high = min(int(runs.stop[number]) * self.block, file.payload)
                 if not is_cached(file.file.fd, low, min(high - low, COLD_UNIT)):
                     return True
         return False
@@ -149,7 +150,7 @@ class Reading:
         def read(number: int) -> None:
             with self.files(int(runs.file[number])) as file:
                 low = int(runs.first[number]) * self.block
-                out = data[number][: file.layout.payload - low]
+                out = data[number][: file.payload - low]
                 begun = perf_counter()
                 direct = 0
                 if file.file.is_cold(low, len(out)):
@@ -173,7 +174,7 @@ class Reading:
             first = int(runs.first[number])
             begun = perf_counter()
             with self.files(int(runs.file[number])) as file:
-                part = part[: file.layout.payload - first * self.block]
+                part = part[: file.payload - first * self.block]
                 if file.check:
                     with self._naming(rows):
                         file.check_blocks(first, part)
@@ -211,7 +212,7 @@ class Reading:
         assert buffer is not None
         try:
             with self.files(int(runs.file[number])) as file:
-                unit = _Unit(self, number, file.layout.payload, buffer)
+                unit = _Unit(self, number, file.payload, buffer)
                 cold = file.file.is_cold(unit.low, unit.high - unit.low)
                 if cold or self.staging:
                     unit.fetch(file, cold)
@@ -259,7 +260,7 @@ class _Unit:
         self.stats[key] += now - self.clock
         self.clock = now
 
-    def fetch(self, file: VerifiedFile, cold: bool) -> None:
+    def fetch(self, file: BlockFile, cold: bool) -> None:
         """Read all of it, around the page cache where it is not there."""
         if cold:
             self.stats["bytes_direct"] = file.read_cold(self.buffer, self.low, self.high - self.low)
@@ -269,7 +270,7 @@ class _Unit:
         self.lap("read_thread_s")
         self.fetched = True
 
-    def run(self, file: VerifiedFile, rows: Ints) -> None:
+    def run(self, file: BlockFile, rows: Ints) -> None:
         """Check it, and copy it to where it goes."""
         self.clock = perf_counter()
         straight = list(self.straight(rows))
@@ -295,14 +296,14 @@ class _Unit:
                 at = int(spans.at[row]) - low
                 yield begin, end, memory[at + begin : at + end]
 
-    def check(self, file: VerifiedFile) -> None:
+    def check(self, file: BlockFile) -> None:
         """Compare all of it, which is in the buffer, with its digests."""
         if file.check:
             with self.reading.pool.digesting:
                 file.check_blocks(self.low // self.reading.block, self.data)
             self.lap("digest_thread_s")
 
-    def read(self, file: VerifiedFile, straight: list[tuple[int, int, Bytes]]) -> None:
+    def read(self, file: BlockFile, straight: list[tuple[int, int, Bytes]]) -> None:
         """Bring it from the page cache, where it goes or into the buffer, and check it."""
         at = self.low
         for begin, end, memory in straight:
@@ -313,7 +314,7 @@ class _Unit:
         self.pieces(file, at, self.data[at - self.low :], LARGE_PIECE)
         self.clock = perf_counter()
 
-    def pieces(self, file: VerifiedFile, begin: int, memory: Bytes, size: int) -> None:
+    def pieces(self, file: BlockFile, begin: int, memory: Bytes, size: int) -> None:
         """Bring the blocks from `begin` on into memory, piece by piece, and check them."""
         if len(memory):
             block = self.reading.block

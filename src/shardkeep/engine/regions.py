@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from shardkeep.columns import Boxes, Column, Ints, ragged_rows, starts
-from shardkeep.dtypes import DType
+from shardkeep.dtypes import DType, lookup
+from shardkeep.planner import ReadItems
 
-__all__ = ["Regions", "Spans", "cut_sparse", "spans_of"]
+__all__ = ["Regions", "Spans", "cut_sparse", "regions_of", "spans_of"]
 
 Flags = npt.NDArray[np.bool_]
 
@@ -71,6 +72,28 @@ class Spans:
     """Whether the region is one run of bytes, both in the file and in such a sink."""
     alone: Flags
     """Whether no other region wants any byte of the span."""
+
+
+def regions_of(items: ReadItems) -> Regions:
+    """The regions of a plan, in its order."""
+    chunks = items.chunks
+    assert chunks.file is not None
+    assert chunks.start is not None
+    wanted = items.wanted_boxes
+    ndim = chunks.boxes.ndim
+    wanted_at = np.repeat(wanted.start[:-1][items.wanted], ndim)
+    wanted_at += np.arange(len(items.low)) - np.repeat(starts(ndim)[:-1], ndim)
+    return Regions(
+        chunks.file,
+        chunks.start,
+        Boxes(chunks.boxes.start, items.low - chunks.boxes.offsets, chunks.boxes.sizes),
+        items.size,
+        items.low - wanted.offsets[wanted_at],
+        wanted.sizes[wanted_at],
+        items.wanted,
+        [lookup(kind.dtype) for kind in items.tensors.kinds],
+        items.tensors.kind[chunks.tensor],
+    )
 
 
 def cut_sparse(regions: Regions, block: int) -> Regions:

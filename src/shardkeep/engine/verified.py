@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from time import perf_counter
 
 import numpy as np
 
 from shardkeep.arrays import Bytes
+from shardkeep.engine.blocks import BlockFile
 from shardkeep.engine.digests import PAGE_DIGESTS, Algorithm, DigestLayout
 from shardkeep.errors import CorruptionError, FormatError
 from shardkeep.stores.reading import ReadFile
@@ -33,7 +33,7 @@ class DamagedBlock(CorruptionError):
         return low < self.block_range[1] and high > self.block_range[0]
 
 
-class VerifiedFile:
+class VerifiedFile(BlockFile):
     """An open file, what its record row says of it, and the digests read so far."""
 
     def __init__(
@@ -46,8 +46,7 @@ class VerifiedFile:
         check: bool = True,
     ) -> None:
         """Refuse a file whose size is not what the record says."""
-        self.file = file
-        self.name = name
+        super().__init__(file, name, layout.block, layout.payload)
         self.layout = layout
         self.algorithm = algorithm
         self.check = check
@@ -60,27 +59,6 @@ class VerifiedFile:
                 f"{name}: the file has {file.size} bytes, the record says {layout.file_size}; "
                 "it was cut, grew or was replaced"
             )
-
-    def read_at(self, out: Bytes, offset: int) -> None:
-        """Fill `out` with bytes that nobody has checked."""
-        got = self.file.read_into(out.data, offset)
-        if got != len(out):
-            self._refuse_short(offset + len(out))
-
-    def read_cold(self, out: Bytes, offset: int, nbytes: int) -> int:
-        """The same around the page cache, for a buffer that begins on a page; returns how many
-        bytes came that way."""
-        got, direct = self.file.read_direct(out.data, offset, nbytes)
-        if got != nbytes:
-            self._refuse_short(offset + nbytes)
-        return direct
-
-    def _refuse_short(self, wanted: int) -> None:
-        size = os.fstat(self.file.fd).st_size
-        raise CorruptionError(
-            f"{self.name}: the file has {size} bytes now, and no byte {wanted - 1}; it was cut "
-            "while it was read"
-        )
 
     def check_blocks(self, first: int, data: Bytes) -> None:
         """Compare whole blocks, the first of which has this number, with their digests."""
@@ -182,7 +160,3 @@ class VerifiedFile:
         data = self.read_blocks(first, stop, out)
         inner = offset - first * block
         return data[inner : inner + nbytes].tobytes()
-
-    def close(self) -> None:
-        """Let go of the file."""
-        self.file.close()

@@ -23,6 +23,7 @@ from shardkeep.errors import (
     CheckpointNotFoundError,
     StorageError,
 )
+from shardkeep.foreign.detecting import seen
 from shardkeep.formats.native.names import (
     DATA,
     RECORD,
@@ -71,7 +72,7 @@ def read_record_bytes(store: LocalStore) -> bytes:
 
 def _absent_text(store: LocalStore) -> str:
     if store.root.is_file():
-        return f"{store.root} is a file, not a checkpoint directory"
+        return f"no checkpoint at {store.root}: it is {seen(store.root)}, of no format we read"
     if not store.root.exists():
         return f"no checkpoint at {store.root}: there is no such directory"
     begun = [name for name in store.list() if lease_save_id(name)]
@@ -80,7 +81,10 @@ def _absent_text(store: LocalStore) -> str:
             f"no checkpoint at {store.root}: {len(begun)} save(s) began there and none was "
             "committed; it is still being written, or its writer died (shardkeep gc removes it)"
         )
-    return f"no checkpoint at {store.root}: it holds no {RECORD}"
+    return (
+        f"no checkpoint at {store.root}: it holds no {RECORD}, nor that of another system we read; "
+        f"there is {seen(store.root)}"
+    )
 
 
 def _collected_text(store: LocalStore) -> str:

@@ -3,26 +3,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from shardkeep.arrays import HostPlaces, Sink, Staging
-from shardkeep.columns import Boxes, Ints, starts
+from shardkeep.columns import Boxes, Ints
 from shardkeep.coordination import Coordinator
-from shardkeep.dtypes import lookup
+from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
-from shardkeep.engine.regions import Regions
+from shardkeep.engine.regions import Regions, regions_of
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
 from shardkeep.errors import (
     CheckpointError,
@@ -45,17 +44,6 @@ from shardkeep.tables import ChunkTable, LocationColumns
 __all__ = ["NativeReader"]
 
 
-MAX_OPEN = 32
-"""Data files kept open, each with up to two descriptors; a checkpoint may have more of them than a
-process may open."""
-
-
-@dataclass(slots=True)
-class _Held:
-    file: VerifiedFile
-    users: int = 0
-
-
 class NativeReader(StorageReader):
     """Reads checkpoints of the native format; thread-safe once the metadata is read."""
 
@@ -63,6 +51,8 @@ class NativeReader(StorageReader):
     """The commit record."""
     index: Index
     """The open index."""
+    system = "Shardkeep"
+    """Who wrote the checkpoint."""
     unpinned: bool = False
     """Whether the record is another than `expect_digest` says."""
 
@@ -86,9 +76,7 @@ class NativeReader(StorageReader):
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
         """What was read since the last `reset`, and the seconds that took."""
         self._open_store = open_store
-        self._lock = threading.Lock()
-        self._held: dict[int, _Held] = {}
-        self._closing = False
+        self._files = OpenFiles(self._open_data)
         self._contents_of: dict[int, dict[int, bytes]] = {}
         self._index_file: VerifiedFile | None = None
         self._begun: Reading | None = None
@@ -97,7 +85,7 @@ class NativeReader(StorageReader):
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another load."""
         self.close()
-        self._closing = False
+        self._files.reopen()
         self._begun = None
         self.stats = dict.fromkeys(READ_STATS, 0.0)
         if checkpoint_id is not None:
@@ -113,6 +101,21 @@ class NativeReader(StorageReader):
     def root(self) -> Path:
         """Where it reads, absolute."""
         return self._store.root
+
+    @property
+    def digest(self) -> str:
+        """Of the record."""
+        return self.record.digest
+
+    @property
+    def save_id(self) -> str:
+        """The save that wrote it."""
+        return self.record.save_id
+
+    @property
+    def user_metadata(self) -> Mapping[str, Any]:
+        """What was kept beside the state."""
+        return self.record.user
 
     # --- metadata
 
@@ -227,26 +230,16 @@ class NativeReader(StorageReader):
         except CheckpointError:
             return True
 
-    @contextlib.contextmanager
-    def data_file(self, number: int) -> Iterator[VerifiedFile]:
+    def data_file(self, number: int) -> AbstractContextManager[VerifiedFile]:
         """A data file by its number; kept open for the next use, but never too many at once."""
-        with self._lock:
-            held = self._held.pop(number, None)
-            if held is None:
-                try:
-                    file = self._open(self.record.files[number], self.verify)
-                except CorruptionError as error:
-                    error.names = self.names_in(number)
-                    raise
-                held = _Held(file)
-            self._held[number] = held
-            held.users += 1
+        return self._files.use(number)
+
+    def _open_data(self, number: int) -> VerifiedFile:
         try:
-            yield held.file
-        finally:
-            with self._lock:
-                held.users -= 1
-                self._close_idle(0 if self._closing else MAX_OPEN)
+            return self._open(self.record.files[number], self.verify)
+        except CorruptionError as error:
+            error.names = self.names_in(number)
+            raise
 
     def names_in(self, file: int, low: int = 0, high: int = 2**63 - 1) -> tuple[str, ...]:
         """Tensors and values that lie in bytes [low, high) of a data file, for reports."""
@@ -265,24 +258,16 @@ class NativeReader(StorageReader):
             names |= {values.names[row] for row in np.flatnonzero(values.file == file).tolist()}
         return tuple(sorted(names))
 
-    def _close_idle(self, keep: int) -> None:
-        excess = len(self._held) - keep
-        for number in [n for n, held in self._held.items() if held.users == 0][: max(0, excess)]:
-            self._held.pop(number).file.close()
-
     def release(self) -> None:
         """Let go of data files that nobody reads; the index stays open."""
-        with self._lock:
-            self._close_idle(0)
+        self._files.release()
 
     def close(self) -> None:
         """Let go of all files; one that a thread still reads goes when it is done."""
-        with self._lock:
-            self._closing = True
-            self._close_idle(0)
-            if self._index_file is not None:
-                self._index_file.close()
-                self._index_file = None
+        self._files.close()
+        if self._index_file is not None:
+            self._index_file.close()
+            self._index_file = None
 
     # --- data
 
@@ -358,25 +343,7 @@ class NativeReader(StorageReader):
         staging: Staging | None = None,
     ) -> Reading:
         """The regions of a plan, in the order of their places in files."""
-        chunks = items.chunks
-        assert chunks.file is not None
-        assert chunks.start is not None
-        wanted = items.wanted_boxes
-        ndim = chunks.boxes.ndim
-        wanted_at = np.repeat(wanted.start[:-1][items.wanted], ndim)
-        wanted_at += np.arange(len(items.low)) - np.repeat(starts(ndim)[:-1], ndim)
-        kinds = items.tensors.kinds
-        regions = Regions(
-            chunks.file,
-            chunks.start,
-            Boxes(chunks.boxes.start, items.low - chunks.boxes.offsets, chunks.boxes.sizes),
-            items.size,
-            items.low - wanted.offsets[wanted_at],
-            wanted.sizes[wanted_at],
-            items.wanted,
-            [lookup(kind.dtype) for kind in kinds],
-            items.tensors.kind[chunks.tensor],
-        )
+        regions = regions_of(items)
         self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         block = self.record.block

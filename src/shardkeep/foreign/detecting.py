@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which system wrote what lies there: told by its content."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from shardkeep.foreign.found import Found
+
+__all__ = ["FORMATS", "Format", "detect", "seen"]
+
+NATIVE_RECORD = "checkpoint.json"
+"""Where this is, the checkpoint is ours."""
+
+FORMATS: tuple[str, ...] = ()
+"""Modules of `shardkeep.formats` that read other systems' checkpoints, in the order of asking: what
+is made of another's parts comes before that other."""
+
+SHOWN = 8
+"""Names that an error lists."""
+
+
+class Format(Protocol):
+    """A module that reads the checkpoints of one system."""
+
+    SYSTEM: str
+    """Its name."""
+
+    def recognises(self, path: Path) -> bool:
+        """Whether it wrote what lies there; looks at the content, and never raises."""
+
+    def find(self, path: Path, **options: Any) -> Found:
+        """What lies there."""
+
+
+def detect(path: Path) -> Format | None:
+    """The format of what lies there, if it is one of another system."""
+    if not path.exists() or (path / NATIVE_RECORD).exists():
+        return None
+    for name in FORMATS:
+        known = cast("Format", importlib.import_module(f"shardkeep.formats.{name}"))
+        if known.recognises(path):
+            return known
+    return None
+
+
+def seen(path: Path) -> str:
+    """What there is instead of a checkpoint, for an error."""
+    if path.is_file():
+        with path.open("rb") as file:
+            return f"a file that begins with {file.read(8)!r}"
+    names = sorted(os.listdir(path))
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more if names else "nothing"

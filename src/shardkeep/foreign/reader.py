@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading from other systems' checkpoints: what a parser found, read like one of ours.
+
+Elements that lie in files as they are go through the engine, as bytes: foreign files align nothing.
+Everything else is read piece by piece.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkeep import values
+from shardkeep.arrays import FlatSink, HostPlaces, HostSink, PartSink, Sink, Staging
+from shardkeep.boxes import strides as row_major
+from shardkeep.columns import Boxes, Ints
+from shardkeep.coordination import Coordinator
+from shardkeep.dtypes import lookup
+from shardkeep.engine.blocks import BlockFile, OpenFiles
+from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.read_once import read_shared
+from shardkeep.engine.reading import READ_STATS, Reading
+from shardkeep.engine.regions import Regions, regions_of
+from shardkeep.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from shardkeep.foreign.detecting import detect
+from shardkeep.foreign.found import Raw
+from shardkeep.foreign.pieces import Piece, Strided, read_pieces
+from shardkeep.foreign.tables import ODD, Tables, tables_of
+from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
+from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
+from shardkeep.reads import plan_reads
+from shardkeep.storage import CheckpointId, ReadOnce, StorageReader
+from shardkeep.stores.local import storage_errors
+from shardkeep.stores.reading import ReadFile
+from shardkeep.tables import LocationColumns
+
+__all__ = ["ForeignReader"]
+
+BLOCK = 128 << 10
+"""Bytes in which files are read."""
+PIECE = 4 << 20
+"""Most bytes of what is read piece by piece, at a time and thread."""
+BYTE = lookup("uint8")
+
+
+class ForeignReader(StorageReader):
+    """Reads what other systems wrote; thread-safe once the metadata is read."""
+
+    digest: str | None = None
+    """Other systems keep none."""
+    save_id: str | None = None
+    """Nor this."""
+
+    def __init__(
+        self,
+        checkpoint_id: CheckpointId | None = None,
+        *,
+        memory_budget: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """`options` are the format's own, as in `find`."""
+        self.memory_budget = memory_budget
+        self.progress = progress
+        self.options = options
+        self.checkpoint_id = ""
+        self.system = ""
+        """Who wrote the checkpoint."""
+        self.user_metadata: Mapping[str, Any] = {}
+        """What that system kept beside the state."""
+        self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
+        self._files = OpenFiles(self._open)
+        self._begun: tuple[Reading, list[Piece]] | None = None
+        self.reset(checkpoint_id)
+
+    # --- what there is
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Begin another load."""
+        self.close()
+        self._files.reopen()
+        self._begun = None
+        self.stats = dict.fromkeys(READ_STATS, 0.0)
+        if checkpoint_id is not None:
+            self.checkpoint_id = os.fspath(checkpoint_id)
+            self.root = Path(os.path.abspath(checkpoint_id))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether another system's checkpoint is there."""
+        name = os.fspath(checkpoint_id)
+        return "://" not in name and detect(Path(name)) is not None
+
+    def read_metadata(self, announcement: bytes = b"") -> Metadata:
+        """Parse what is there; every rank does."""
+        known = detect(self.root)
+        if known is None:
+            raise CheckpointNotFoundError(f"there is no checkpoint at {self.root} any more")
+        with storage_errors(f"reading {self.root}"):
+            found = known.find(self.root, **self.options)
+        self.system, self.user_metadata = found.system, found.user_metadata
+        self.tables: Tables = tables_of(found)
+        state = self.tables.state
+        return Metadata(
+            state,
+            self.tables.structure,
+            LocationColumns(state, self.tables.files, [(0, 0)] * max(1, len(self.tables.files))),
+            StorageMeta(self.checkpoint_id),
+        )
+
+    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def close(self) -> None:
+        """Let go of files."""
+        self._files.close()
+
+    def _open(self, number: int) -> BlockFile:
+        name = self.tables.files[number]
+        path = self.root / name if name else self.root
+        with storage_errors(f"opening {path}"):
+            if path.resolve() != path and self.root.resolve() not in (
+                path.resolve(),
+                *path.resolve().parents,
+            ):
+                raise FormatError(f"{path} is a link that leads out of the checkpoint")
+            file = ReadFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+        return BlockFile(file, name or str(path), BLOCK, file.size)
+
+    # --- values
+
+    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Hand over the values of the plan."""
+        items = _items_of(plan)
+        self.read_values(
+            items.value_names,
+            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
+        )
+
+    def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
+        """Values by name; `deliver(i, data)` gets the i-th in our encoding."""
+        for at, name in enumerate(names):
+            deliver(at, values.encode(self.tables.plain[name], where=name))
+
+    # --- elements
+
+    def share_reads(
+        self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
+    ) -> None:
+        """Read what several ranks want once for all of them; `read_data` then reads the rest."""
+        odd: list[Piece] = []
+
+        def begin() -> Reading:
+            reading, pieces = self._planned(plan, planner)
+            odd.extend(pieces)
+            return reading
+
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        reading = read_shared(begin, coordinator, read_once, budget, str(self.root))
+        self._begun = reading, odd
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
+        """Read the tensors of the plan, but for what `share_reads` has brought."""
+        begun, self._begun = self._begun, None
+        return self._finish(_items_of(plan), *(begun or self._planned(plan, planner)))
+
+    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, list[Piece]]:
+        items = _items_of(plan)
+        return self._reading(items, planner.sinks(items), planner.places(items), planner.staging)
+
+    def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
+        """Read every region of the plan into its sink; returns the bytes delivered."""
+        return self._finish(items, *self._reading(items, sink))
+
+    def _finish(self, items: ReadItems, reading: Reading, odd: list[Piece]) -> int:
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        threads = io_threads(self.ranks_on_host)
+        with storage_errors(f"reading {self.root}"):
+            reading.run()
+            # A piece, what it is made of, and what a cast or a device makes of it.
+            read_pieces(odd, min(PIECE, budget // (4 * threads)), threads, self.progress)
+        for key, value in reading.stats.items():
+            self.stats[key] += value
+        delivered = Boxes(items.chunks.boxes.start, items.low, items.size).volumes()
+        nbytes = delivered * items.tensors.itemsize[items.chunks.tensor]
+        return int(nbytes.sum())
+
+    def _reading(
+        self,
+        items: ReadItems,
+        sinks: Callable[[int], Sink],
+        places: HostPlaces | None = None,
+        staging: Staging | None = None,
+    ) -> tuple[Reading, list[Piece]]:
+        """What goes through the engine, and what is read piece by piece."""
+        regions = regions_of(items)
+        odd = regions.file == ODD
+        made: dict[int, Sink | None] = {}
+        for number, kind in set(zip(regions.sink.tolist(), regions.kind.tolist(), strict=True)):
+            made[number] = _byte_sink(sinks(number), regions.dtype[kind])
+        odd |= np.array([made[number] is None for number in regions.sink.tolist()], np.bool_)
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        direct = _as_bytes(_taken(regions, np.flatnonzero(~odd)))
+        self._check_places(direct)
+        reading = Reading(
+            self._files.use,
+            direct,
+            lambda number: made[number],  # type: ignore[arg-type,return-value]
+            block=BLOCK,
+            pool=lambda buffers, most: BufferPool(budget, buffers, BLOCK, most),
+            threads=io_threads(self.ranks_on_host),
+            places=_byte_places(places, regions),
+            progress=self.progress,
+            names=items.wanted_names.__getitem__,
+        )
+        return reading, [self._piece(regions, row, sinks) for row in np.flatnonzero(odd).tolist()]
+
+    def _check_places(self, regions: Regions) -> None:
+        """Every part within its file: a header that lies must not read past it."""
+        end = regions.start + regions.stored.volumes()
+        for number in np.unique(regions.file).tolist():
+            with self._files.use(number) as file:
+                most = int(end[regions.file == number].max())
+                if most > file.payload:
+                    raise CorruptionError(
+                        f"{self.root / file.name} has {file.payload} bytes, and {most} are needed; "
+                        "it was cut"
+                    )
+
+    def _piece(self, regions: Regions, row: int, sinks: Callable[[int], Sink]) -> Piece:
+        part = slice(int(regions.stored.start[row]), int(regions.stored.start[row + 1]))
+        dtype = regions.dtype[int(regions.kind[row])]
+        stored = tuple(regions.stored.sizes[part].tolist())
+        number, start = int(regions.file[row]), int(regions.start[row])
+        place: Any = Raw("", start)
+        if number == ODD:
+            place, number = self.tables.odd[start], self.tables.odd_files[start]
+        if isinstance(place, Raw):
+            steps = place.strides or row_major(stored)
+            place = Strided(lambda: self._files.use(number), place.start, steps, dtype.bits())
+        return Piece(
+            place,
+            tuple(regions.stored.offsets[part].tolist()),
+            tuple(regions.size[part].tolist()),
+            sinks(int(regions.sink[row])),
+            tuple(regions.dest[part].tolist()),
+            dtype,
+        )
+
+    def same_content(self, first: str, second: str) -> bool:
+        """Whether two tensors have equal bytes: compared, as nobody has digests of them."""
+        tensors = self.tables.state.tensors
+        rows = [tensors.stored_row(tensors.row_of[name]) for name in (first, second)]
+        if rows[0] == rows[1]:
+            return True
+        if tensors.shape(rows[0]) != tensors.shape(rows[1]):
+            return False
+        if tensors.properties(rows[0]).dtype != tensors.properties(rows[1]).dtype:
+            return False
+        shape, dtype = tensors.shape(rows[0]), tensors.dtype(rows[0])
+        row = max(1, int(np.prod(shape[1:], dtype=np.int64)) * dtype.itemsize)
+        step = max(1, PIECE // row)
+        for low in range(0, shape[0] if shape else 1, step):
+            high = min(low + step, shape[0]) if shape else 1
+            box = ChunkStorageMetadata((low, *(0,) * len(shape[1:])), (high - low, *shape[1:]))
+            box = box if shape else ChunkStorageMetadata((), ())
+            one, other = (self._box(tensors.names[at], box) for at in rows)
+            if one.tobytes() != other.tobytes():
+                return False
+        return True
+
+    def _box(self, name: str, box: ChunkStorageMetadata) -> Any:
+        dtype = self.tables.state.tensors.dtype(self.tables.state.tensors.row_of[name])
+        out = np.empty(box.sizes, dtype.bits())
+        if out.size:
+            items = plan_reads(self.tables.state, [name], Boxes.of([box]))
+            self.read_tensors(items, lambda _: HostSink(out, dtype))
+        return out
+
+
+def _byte_sink(sink: Sink, dtype: Any) -> Sink | None:
+    """The same memory as bytes, an element being one more dimension; None where it is no such."""
+    if type(sink) is FlatSink and sink.dtype is dtype:
+        return FlatSink(sink.bytes, (*sink.shape, dtype.itemsize), BYTE)
+    if type(sink) is HostSink and sink.dtype is dtype and sink.array.dtype.isnative:
+        return HostSink(sink.array[..., None].view(np.uint8), BYTE)
+    if type(sink) is PartSink:
+        inner = _byte_sink(sink.sink, dtype)
+        return None if inner is None else PartSink(inner, (*sink.offsets, 0))
+    return None
+
+
+def _byte_places(places: HostPlaces | None, regions: Regions) -> HostPlaces | None:
+    """Where sinks lie that get what is stored as it is."""
+    if places is None:
+        return None
+    same = np.array([[one is other for other in regions.dtype] for one in places.dtype], np.bool_)
+    address = places.address.copy()
+    if len(regions):
+        fits = same[places.kind[regions.sink], regions.kind]
+        address[regions.sink[~fits]] = 0
+    return HostPlaces(address, np.zeros(len(address), np.int64), [BYTE])
+
+
+def _taken(regions: Regions, rows: Ints) -> Regions:
+    stored = regions.stored.take(rows)
+
+    def flat(column: Ints) -> Ints:
+        return Boxes(regions.stored.start, column, column).take(rows).offsets
+
+    return replace(
+        regions,
+        file=regions.file[rows],
+        start=regions.start[rows],
+        stored=stored,
+        size=flat(regions.size),
+        dest=flat(regions.dest),
+        shape=flat(regions.shape),
+        sink=regions.sink[rows],
+        kind=regions.kind[rows],
+    )
+
+
+def _as_bytes(regions: Regions) -> Regions:
+    """With the bytes of an element as one more dimension: elements may begin anywhere then."""
+    start = regions.stored.start
+    ends, item = start[1:], regions.itemsize
+    zeros = np.zeros(len(regions), np.int64)
+
+    def longer(flat: Ints, last: Ints) -> Ints:
+        return np.insert(flat, ends, last)
+
+    stored = regions.stored
+    return replace(
+        regions,
+        stored=Boxes(
+            start + np.arange(len(start)), longer(stored.offsets, zeros), longer(stored.sizes, item)
+        ),
+        size=longer(regions.size, item),
+        dest=longer(regions.dest, zeros),
+        shape=longer(regions.shape, item),
+        dtype=[BYTE],
+        kind=zeros,
+    )
+
+
+def _items_of(plan: LoadPlan) -> ReadItems:
+    if not isinstance(plan.items, ReadItems):
+        raise TypeError("this storage needs the plan of the default planner")
+    return plan.items
