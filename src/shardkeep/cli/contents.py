@@ -15,7 +15,9 @@ import numpy as np
 from shardkeep import values
 from shardkeep.cli.texts import human_size, short_repr
 from shardkeep.errors import CheckpointError, CorruptionError, UnsafeCheckpointError
+from shardkeep.foreign.reader import ForeignReader
 from shardkeep.formats.native.reader import NativeReader
+from shardkeep.storage import find_reader
 
 __all__ = ["Contents", "Row", "TensorRow", "Totals", "ValueRow", "matching", "read_contents"]
 
@@ -29,8 +31,8 @@ class Totals:
 
     path: str
     """Where it lies."""
-    format: tuple[int, int]
-    """Version of the native format, major and minor."""
+    system: str
+    """Who wrote it."""
     tensors: int
     """Names that are tensors, ties included."""
     values: int
@@ -43,22 +45,24 @@ class Totals:
     """Bytes of all tensors, ties counted once."""
     file_bytes: int
     """Bytes of all files."""
-    kept_bytes: int
-    """Those of files that an earlier checkpoint has too."""
-    ranks: int | None
-    """Processes that saved it, if the record says so."""
-    saved_at: str | None
-    """When, if the record says so."""
-    library_version: str
-    """Of the library that wrote it."""
-    save_id: str
-    """Of the save that wrote it."""
-    digest: str
-    """Of the record."""
-    requires: tuple[str, ...]
-    """Features a reader must know."""
     user: Mapping[str, Any]
     """What whoever saved it put beside it."""
+    format: tuple[int, int] | None = None
+    """Version of the native format, major and minor; this and the rest only of ours."""
+    kept_bytes: int = 0
+    """Bytes of files that an earlier checkpoint has too."""
+    ranks: int | None = None
+    """Processes that saved it, if the record says so."""
+    saved_at: str | None = None
+    """When, if the record says so."""
+    library_version: str | None = None
+    """Of the library that wrote it."""
+    save_id: str | None = None
+    """Of the save that wrote it."""
+    digest: str | None = None
+    """Of the record."""
+    requires: tuple[str, ...] = ()
+    """Features a reader must know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,10 @@ class _RecordHead(msgspec.Struct):
 
 def read_contents(path: str, glob: str | None = None) -> Contents:
     """Read the record, the index, and the values unless they are large."""
+    if issubclass(find_reader(path), ForeignReader):
+        from shardkeep.cli.foreign_contents import read_foreign
+
+        return read_foreign(ForeignReader(path), glob)
     reader = NativeReader(path)
     try:
         metadata = reader.read_metadata()
@@ -157,6 +165,7 @@ def _totals(reader: NativeReader) -> Totals:
     sizes = [len(reader.announcement()), record.index.size, *(row.size for row in record.files)]
     return Totals(
         path=reader.checkpoint_id,
+        system=reader.system,
         format=(head.format.major, head.format.minor),
         tensors=len(tensors),
         values=len(index.values),

@@ -152,11 +152,10 @@ class JsonOutput:
     def contents(self, contents: Contents) -> None:
         """Totals, and `names`: one object each, told apart by `kind`."""
         totals = contents.totals
-        major, minor = totals.format
         self._print(
             {
                 "path": totals.path,
-                "format": {"name": "shardkeep", "major": major, "minor": minor},
+                "format": _format_object(totals),
                 "tensors": totals.tensors,
                 "values": totals.values,
                 "chunks": totals.chunks,
@@ -267,22 +266,33 @@ class JsonOutput:
 # --- show
 
 
+def _format_object(totals: Totals) -> dict[str, Any]:
+    if totals.format is None:
+        return {"name": totals.system}
+    major, minor = totals.format
+    return {"name": "shardkeep", "major": major, "minor": minor}
+
+
 def _facts(totals: Totals) -> list[tuple[str, str]]:
     tensors, values = count(totals.tensors, "tensor"), count(totals.values, "value")
     on_disk = f"{human_size(totals.file_bytes)} in {count(totals.files, 'file')}"
     if totals.kept_bytes:
         on_disk += f", {human_size(totals.kept_bytes)} of it shared with an earlier checkpoint"
+    version = totals.format
     facts = [
         ("checkpoint", totals.path),
-        ("format", "shardkeep {}.{}".format(*totals.format)),
+        ("format", totals.system if version is None else "shardkeep {}.{}".format(*version)),
         ("holds", f"{tensors}, {values}"),
         ("tensors", f"{human_size(totals.tensor_bytes)} in {count(totals.chunks, 'chunk')}"),
         ("on disk", on_disk),
-        ("saved", f"{totals.saved_at or 'unknown when'} by shardkeep {totals.library_version}"),
-        ("ranks", "unknown" if totals.ranks is None else str(totals.ranks)),
-        ("save id", totals.save_id),
-        ("digest", totals.digest),
     ]
+    if version is not None:
+        facts += [
+            ("saved", f"{totals.saved_at or 'unknown when'} by shardkeep {totals.library_version}"),
+            ("ranks", "unknown" if totals.ranks is None else str(totals.ranks)),
+            ("save id", str(totals.save_id)),
+            ("digest", str(totals.digest)),
+        ]
     if totals.requires:
         facts.append(("requires", ", ".join(totals.requires)))
     facts += [(f"user {name}", short_repr(value)) for name, value in totals.user.items()]

@@ -18,7 +18,10 @@ from shardkeep import values
 from shardkeep.checkpoint import Checkpoint, TensorView
 from shardkeep.cli.contents import matching
 from shardkeep.dtypes import lookup
+from shardkeep.foreign.reader import ForeignReader
 from shardkeep.formats.native.reader import NativeReader
+from shardkeep.metadata import TensorStorageMetadata
+from shardkeep.storage import find_reader
 
 __all__ = ["Item", "TensorItem", "ValueItem", "parse_index", "read_item"]
 
@@ -95,14 +98,16 @@ def read_item(path: str, name: str, index: str | None = None, *, corners: bool) 
     A name that is not there is a LookupError, an index that does not fit an IndexError.
     """
     parts = None if index is None else parse_index(index)
-    reader = NativeReader(path)
+    foreign = issubclass(find_reader(path), ForeignReader)
+    reader = ForeignReader(path) if foreign else NativeReader(path)
     try:
         with Checkpoint(reader) as checkpoint:
-            if name in reader.index.tensors.row_of:
+            known = checkpoint.metadata.state_dict_metadata
+            if isinstance(known.get(name), TensorStorageMetadata):
                 view = checkpoint[name]
                 assert isinstance(view, TensorView)
                 return _read_tensor(view, parts or (), corners)
-            if name not in reader.index.values.row_of:
+            if name not in known:
                 raise LookupError(_absent(checkpoint, name))
             if parts is not None:
                 raise IndexError(f"{name} is a plain value, not a tensor; leave the slice out")
