@@ -210,6 +210,34 @@ class Orbax(Side):
         self.loaded = None
 
 
+class _OfOthers(Side):
+    """What another side wrote, loaded by us."""
+
+    def load(self, path: Path, **options: Any) -> dict[str, float]:
+        library: Any = import_module("shardkeep")
+        return dict(library.load(self.want, path, **options).stats)  # type: ignore[attr-defined]
+
+
+class ShardkeepOfDcp(_OfOthers, TorchDcp):
+    note = "saved by torch DCP as it comes; shardkeep.load of that"
+
+
+class ShardkeepOfSafetensors(_OfOthers, Safetensors):
+    needs = ("torch", "safetensors")
+    note = "saved by safetensors; shardkeep.load of that"
+
+
+class ShardkeepOfTorchSave(_OfOthers, TorchSave):
+    note = "saved by torch.save; shardkeep.load of the file"
+
+    def __init__(self, source: Memory, target: Memory) -> None:
+        super().__init__(source, target)
+        self.want = nested(target.leaves, self.into)
+
+    def load(self, path: Path, **options: Any) -> dict[str, float]:
+        return super().load(path / "state.pt", **options)
+
+
 SIDES: dict[str, type[Side]] = {
     "shardkeep": Shardkeep,
     "shardkeep, planned anew": ShardkeepAnew,
@@ -219,7 +247,13 @@ SIDES: dict[str, type[Side]] = {
     "safetensors": Safetensors,
     "torch.save": TorchSave,
     "orbax": Orbax,
+    "shardkeep, of torch DCP": ShardkeepOfDcp,
+    "shardkeep, of safetensors": ShardkeepOfSafetensors,
+    "shardkeep, of torch.save": ShardkeepOfTorchSave,
 }
+
+OF_OTHERS = tuple(name for name, side in SIDES.items() if issubclass(side, _OfOthers))
+"""Compared with whoever wrote it, where asked for."""
 
 
 def missing(name: str) -> str | None:

@@ -14,7 +14,7 @@ from benchmarks.caches import warm
 from benchmarks.picture import Group, draw
 from benchmarks.report import Report, add_options, number, ratio
 from benchmarks.rounds import Results, Turns, checkpoint, present, scratch
-from benchmarks.sides import SIDES
+from benchmarks.sides import OF_OTHERS, SIDES
 from benchmarks.states import many_small
 
 OURS = "shardkeep"
@@ -92,7 +92,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     chosen = arguments().parse_args(argv)
-    sides = present(chosen.sides)
+    sides = present(chosen.sides, without=OF_OTHERS)
     results = Results()
     with ExitStack() as stack:
         directory = stack.enter_context(scratch(chosen.dir, chosen.count * 16384))

@@ -16,7 +16,7 @@ from benchmarks.caches import TOLERABLE, evict, size, warm
 from benchmarks.picture import Group, draw
 from benchmarks.report import Report, add_options, number, ratio
 from benchmarks.rounds import SHM, Results, Turns, checkpoint, need_memory, present, scratch
-from benchmarks.sides import SIDES
+from benchmarks.sides import OF_OTHERS, SIDES
 from benchmarks.states import training_state
 from benchmarks.worker import Measure, SideFailed
 
@@ -170,7 +170,7 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     chosen = arguments().parse_args(argv)
-    sides = present(chosen.sides, without=("shardkeep, planned anew",))
+    sides = present(chosen.sides, without=("shardkeep, planned anew", *OF_OTHERS))
     leaves = training_state(int(chosen.size * (1 << 30)), chosen.layers)
     total = sum(leaf.nbytes for leaf in leaves)
     need_memory(6 * total)
