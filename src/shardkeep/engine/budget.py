@@ -18,7 +18,14 @@ from shardkeep.arrays import Bytes, Staging
 from shardkeep.engine.digests import CONTENT_PIECE
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
-__all__ = ["MINIMUM_BUDGET", "BufferPool", "default_budget", "io_threads", "usable_cores"]
+__all__ = [
+    "DIGESTING",
+    "MINIMUM_BUDGET",
+    "BufferPool",
+    "default_budget",
+    "io_threads",
+    "usable_cores",
+]
 
 MINIMUM_BUDGET = 8 << 20
 MAXIMUM_DEFAULT = 1 << 30

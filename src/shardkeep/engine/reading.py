@@ -19,7 +19,7 @@ import numpy as np
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.blocks import BlockFile
-from shardkeep.engine.budget import BufferPool
+from shardkeep.engine.budget import DIGESTING, BufferPool
 from shardkeep.engine.delivery import Delivery
 from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Crew, run_in_order
@@ -110,7 +110,8 @@ class Reading:
         """Read everything that is left."""
         cold = self.is_cold()
         fetchers = max(FETCHERS, self.threads) if cold else self.threads
-        workers = self.threads if cold or self.staging else 0
+        # One more than can digest at the same time would have them wait for each other.
+        workers = min(self.threads, DIGESTING) if cold or self.staging else 0
         # One buffer for each thread, and where units are handed on, one waits for each fetcher.
         buffers = workers + 2 * fetchers if workers else fetchers
         self.pool = self.make_pool(buffers, COLD_UNIT if cold else WARM_UNIT)
@@ -299,8 +300,7 @@ class _Unit:
     def check(self, file: BlockFile) -> None:
         """Compare all of it, which is in the buffer, with its digests."""
         if file.check:
-            with self.reading.pool.digesting:
-                file.check_blocks(self.low // self.reading.block, self.data)
+            file.check_blocks(self.low // self.reading.block, self.data)
             self.lap("digest_thread_s")
 
     def read(self, file: BlockFile, straight: list[tuple[int, int, Bytes]]) -> None:
