@@ -110,12 +110,12 @@ class Device:
         return measure
 
     def save_shardkeep(self, path: Path, **options: Any) -> dict[str, float]:
-        from shardkeep.checkpointer import save
+        from shardkeep.functions import save
 
         return dict(save(self.have, path, no_dist=True, **options).stats)
 
     def load_shardkeep(self, path: Path, **options: Any) -> dict[str, float]:
-        from shardkeep.checkpointer import load
+        from shardkeep.functions import load
 
         return dict(load(self.want, path, no_dist=True, **options).stats)
 

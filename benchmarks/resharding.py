@@ -31,7 +31,7 @@ from benchmarks.report import Report, add_options, number, ratio
 from benchmarks.rounds import need_memory, scratch
 from benchmarks.sharded_states import Scenario, check, scenarios, sharded
 from benchmarks.worker import counters
-from shardkeep import checkpointer
+from shardkeep import functions
 from shardkeep.groups import flush
 from shardkeep.testing.processes import PRELOAD, RankServer
 from shardkeep.torch import StorageReader, StorageWriter
@@ -76,7 +76,7 @@ def timed() -> Iterator[Part]:
 
 def save(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
-        return dict(checkpointer.save(state, path).stats)
+        return dict(functions.save(state, path).stats)
     kind = StorageWriter if side in (UNDER_TORCH, READ_ONCE) else FileSystemWriter
     torch_save(state, storage_writer=kind(path))
     return {}
@@ -84,7 +84,7 @@ def save(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
 
 def load(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
-        return dict(checkpointer.load(state, path).stats)
+        return dict(functions.load(state, path).stats)
     if side in (UNDER_TORCH, READ_ONCE):
         reader = StorageReader(path, read_once="auto" if side == READ_ONCE else False)
         torch_load(state, storage_reader=reader)

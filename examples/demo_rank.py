@@ -29,7 +29,7 @@ PRELOAD = (
     "torch._dynamo",
     "shardkeep.adapters.torch_dtensors",
     "shardkeep.adapters.torch_groups",
-    "shardkeep.checkpointer",
+    "shardkeep.functions",
 )
 """What a rank would import on first use."""
 

@@ -454,7 +454,7 @@ def test_control_c_ends_quietly(checkpoint, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("shardkeep.checkpointer.verify", interrupted)
+    monkeypatch.setattr("shardkeep.inspecting.verify", interrupted)
     done = run("verify", checkpoint)
     assert (done.exit_code, done.output.strip()) == (130, "")
 

@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "checkpoint": ("Checkpoint", "SubView", "TensorView"),
-    "checkpointer": ("Checkpointer", "async_save", "gc", "load", "open", "save", "verify"),
+    "checkpointer": ("Checkpointer",),
     "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
     "default_load_planner": ("DefaultLoadPlanner",),
     "default_planner": ("DefaultSavePlanner",),
@@ -36,8 +36,10 @@ _HOMES = {
     "formats.native.reader": ("NativeReader",),
     "formats.native.verifying": ("Problem", "VerifyReport"),
     "formats.native.writer": ("NativeWriter",),
+    "functions": ("async_save", "load", "save"),
     "groups": ("flush",),
     "handles": ("SaveHandle",),
+    "inspecting": ("gc", "open", "verify"),
     "loading": ("LoadResult",),
     "manager.driver": ("CheckpointManager",),
     "manager.keeping": ("KeepBest", "KeepEvery", "KeepLast", "KeepNewer", "KeepPolicy"),
@@ -200,7 +202,7 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
-    from shardkeep.checkpointer import Checkpointer, async_save, gc, load, open, save, verify
+    from shardkeep.checkpointer import Checkpointer
     from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
     from shardkeep.default_load_planner import DefaultLoadPlanner
     from shardkeep.default_planner import DefaultSavePlanner
@@ -222,8 +224,10 @@ if TYPE_CHECKING:
     from shardkeep.formats.native.reader import NativeReader
     from shardkeep.formats.native.verifying import Problem, VerifyReport
     from shardkeep.formats.native.writer import NativeWriter
+    from shardkeep.functions import async_save, load, save
     from shardkeep.groups import flush
     from shardkeep.handles import SaveHandle
+    from shardkeep.inspecting import gc, open, verify
     from shardkeep.loading import LoadResult
     from shardkeep.manager.driver import CheckpointManager
     from shardkeep.manager.keeping import KeepBest, KeepEvery, KeepLast, KeepNewer, KeepPolicy

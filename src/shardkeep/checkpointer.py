@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public calls: `save`, `async_save`, `load`, `open`, `verify`, `gc`, and the `Checkpointer`.
-
-What outlives a call lives on a `Checkpointer`; the module functions make one for each call or take
-the caller's group.
-"""
+"""The `Checkpointer`: what outlives a call lives here."""
 
 from __future__ import annotations
 
@@ -16,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
-from shardkeep.checkpoint import Checkpoint
 from shardkeep.closing import Closing
 from shardkeep.coordination import Coordinator, Ranks
 from shardkeep.default_load_planner import DefaultLoadPlanner
@@ -26,10 +21,8 @@ from shardkeep.engine.budget import checked_budget
 from shardkeep.engine.process import can_start
 from shardkeep.errors import CorruptionError, PlanError, StorageError, UnsupportedValueError
 from shardkeep.foreign.reader import ForeignReader
-from shardkeep.formats.native.commit import STALE_S, GcResult, collect_garbage
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import checked_user_metadata
-from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.groups import coordinator_for
 from shardkeep.handles import SaveHandle
@@ -47,9 +40,8 @@ from shardkeep.storage import (
     find_reader,
     find_writer,
 )
-from shardkeep.stores.local import LocalStore
 
-__all__ = ["Checkpointer", "async_save", "gc", "load", "open", "save", "verify"]
+__all__ = ["Checkpointer", "refuse_pin"]
 
 
 class Checkpointer(Closing):
@@ -393,7 +385,7 @@ class Checkpointer(Closing):
             reader = find_reader(checkpoint_id)()
         reader.reset(checkpoint_id)
         if isinstance(reader, ForeignReader):
-            _refuse_pin(options["expect_digest"], checkpoint_id)
+            refuse_pin(options["expect_digest"], checkpoint_id)
         if isinstance(reader, NativeReader):
             if not getattr(reader, "checkpoint_id", ""):
                 raise ValueError("pass checkpoint_id=..., or a storage_reader that knows where")
@@ -461,217 +453,13 @@ class Checkpointer(Closing):
             background.raise_unseen()
 
 
-def save(
-    state_dict: object,
-    checkpoint_id: CheckpointId | None = None,
-    *,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    process_group: object = None,
-    no_dist: bool = False,
-    overwrite: bool = False,
-    base: CheckpointId | None = None,
-    allow_pickle: bool = False,
-    check_replicas: CheckReplicas = "sample",
-    user_metadata: Mapping[str, Any] | None = None,
-    memory_budget: int | None = None,
-    timeout_s: float | None = None,
-    progress: Progress = None,
-) -> SaveResult:
-    """Save a nested state of arrays and plain values; collective over `process_group`.
-
-    Returns once the checkpoint is committed and durable. An existing one is an error, or replaced
-    atomically with `overwrite=True`. After any error the earlier checkpoint is whole.
-    `user_metadata` is kept in the record, and found without reading any data: what JSON has, at
-    most 1 MiB. That of the coordinator counts.
-    """
-    with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
-        return keeper.save(
-            state_dict,
-            checkpoint_id,
-            storage_writer=storage_writer,
-            planner=planner,
-            overwrite=overwrite,
-            base=base,
-            allow_pickle=allow_pickle,
-            check_replicas=check_replicas,
-            user_metadata=user_metadata,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
-
-
-def async_save(
-    state_dict: object,
-    checkpoint_id: CheckpointId | None = None,
-    *,
-    storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
-    process_group: object = None,
-    no_dist: bool = False,
-    overwrite: bool = False,
-    base: CheckpointId | None = None,
-    allow_pickle: bool = False,
-    check_replicas: CheckReplicas = "sample",
-    user_metadata: Mapping[str, Any] | None = None,
-    snapshot: SnapshotKind = "eager",
-    on_overlap: OnOverlap = "wait",
-    writer: WriterKind = "thread",
-    memory_budget: int | None = None,
-    timeout_s: float | None = None,
-    progress: Progress = None,
-) -> SaveHandle:
-    """Save in the background; collective over `process_group`, until it returns.
-
-    Returns once the state may change: with `snapshot="eager"` all of it has been copied; with
-    `"lazy"` parameters and optimizer state have not, and `shardkeep.torch.guard` must keep the
-    optimizer from changing them before that. The handle's `result()` is that of `save`.
-
-    One save runs at a time: with `on_overlap="wait"` this waits for the one before; with `"skip"`
-    it returns a handle with `skipped` set; with `"error"` it raises. A save that failed without
-    anybody looking at its handle is raised by the next one.
-    """
-    keeper = _default_keeper(coordinator_for(process_group, no_dist, timeout_s), writer)
-    return keeper.async_save(
-        state_dict,
-        checkpoint_id,
-        storage_writer=storage_writer,
-        planner=planner,
-        overwrite=overwrite,
-        base=base,
-        allow_pickle=allow_pickle,
-        check_replicas=check_replicas,
-        user_metadata=user_metadata,
-        snapshot=snapshot,
-        on_overlap=on_overlap,
-        memory_budget=memory_budget,
-        progress=progress,
-    )
-
-
-def _default_keeper(coordinator: Coordinator, writer: WriterKind) -> Checkpointer:
-    """The one that module functions share; it is closed with the group."""
-    with _looking:
-        keeper: Checkpointer | None = coordinator.memory.get(f"keeper/{writer}")
-        if keeper is None:
-            keeper = Checkpointer(process_group=coordinator, writer=writer)
-            coordinator.memory[f"keeper/{writer}"] = keeper
-        return keeper
-
-
-def load(
-    state_dict: object,
-    checkpoint_id: CheckpointId | None = None,
-    *,
-    storage_reader: StorageReader | None = None,
-    planner: DefaultLoadPlanner | None = None,
-    process_group: object = None,
-    no_dist: bool = False,
-    strict: bool = True,
-    keys: Sequence[str] | None = None,
-    optional: Sequence[str] = (),
-    cast: Cast = False,
-    verify: bool = True,
-    expect_digest: str | None = None,
-    allow_pickle: bool = False,
-    device: object = None,
-    read_once: ReadOnce = "auto",
-    memory_budget: int | None = None,
-    timeout_s: float | None = None,
-    progress: Progress = None,
-) -> LoadResult:
-    """Fill a nested state in place from a checkpoint; collective over `process_group`.
-
-    Names that are missing or unexpected, shapes and dtypes that differ are one `MismatchError` that
-    lists them all, raised before anything is read. `keys` (globs) narrows the request, `optional`
-    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind. `read_once`
-    says whether what several ranks want is read by one of them and passed on.
-    """
-    with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
-        return keeper.load(
-            state_dict,
-            checkpoint_id,
-            storage_reader=storage_reader,
-            planner=planner,
-            strict=strict,
-            keys=keys,
-            optional=optional,
-            cast=cast,
-            verify=verify,
-            expect_digest=expect_digest,
-            allow_pickle=allow_pickle,
-            device=device,
-            read_once=read_once,
-            memory_budget=memory_budget,
-            progress=progress,
-        )
-
-
-def open(
-    checkpoint_id: CheckpointId,
-    *,
-    verify: bool = True,
-    expect_digest: str | None = None,
-    allow_pickle: bool = False,
-    memory_budget: int | None = None,
-) -> Checkpoint:
-    """Open a checkpoint lazily: no model, no ranks; costs O(tensors), reads no payload."""
-    checked_budget(memory_budget)
-    for last in (False, True):
-        reader = _open_reader(checkpoint_id, verify, expect_digest, memory_budget)
-        try:
-            return Checkpoint(reader, allow_pickle=allow_pickle)
-        except BaseException as error:
-            reader.close()
-            # Replaced between its record and its index: the new one is there to be opened.
-            if last or not (isinstance(error, StorageError) and error.transient):
-                raise
-    raise AssertionError
-
-
-def _open_reader(
-    checkpoint_id: CheckpointId,
-    verify: bool,
-    expect_digest: str | None,
-    memory_budget: int | None,
-) -> NativeReader | ForeignReader:
-    if not issubclass(find_reader(checkpoint_id), ForeignReader):
-        return NativeReader(
-            checkpoint_id, verify=verify, expect_digest=expect_digest, memory_budget=memory_budget
-        )
-    _refuse_pin(expect_digest, checkpoint_id)
-    return ForeignReader(checkpoint_id, memory_budget=memory_budget)
-
-
-def _refuse_pin(expect_digest: str | None, checkpoint_id: CheckpointId | None) -> None:
+def refuse_pin(expect_digest: str | None, checkpoint_id: CheckpointId | None) -> None:
+    """Another system's checkpoint is not the one that was pinned."""
     if expect_digest is not None:
         raise CorruptionError(
             f"{checkpoint_id} has no record whose digest could be {expect_digest}: it was written "
             "by another system; this is not the checkpoint that was pinned"
         )
-
-
-def verify(
-    checkpoint_id: CheckpointId,
-    *,
-    expect_digest: str | None = None,
-    memory_budget: int | None = None,
-    progress: Progress = None,
-) -> VerifyReport:
-    """Read and check every byte of every file; what is wrong is in the report."""
-    with tracked(progress, "verifying") as counter:
-        return verify_checkpoint(
-            checkpoint_id,
-            expect_digest=expect_digest,
-            memory_budget=memory_budget,
-            progress=counter,
-            planned=counter.expect,
-        )
-
-
-def gc(checkpoint_id: CheckpointId, *, stale_s: float = STALE_S, dry_run: bool = False) -> GcResult:
-    """Remove what killed saves left in a checkpoint's directory; safe beside running saves."""
-    return collect_garbage(LocalStore(checkpoint_id), stale_s=stale_s, dry_run=dry_run)
 
 
 def _where(checkpoint_id: CheckpointId | None, storage: StorageWriter | StorageReader) -> str:

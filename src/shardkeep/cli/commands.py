@@ -185,7 +185,7 @@ def verify(ctx: click.Context, path: str, expect: str | None, json: bool) -> Non
     Prints one line and exits with 0 when all is well; otherwise lists the damaged files, blocks
     and names, and exits with 1.
     """
-    from shardkeep.checkpointer import verify as run_verify
+    from shardkeep.inspecting import verify as run_verify
 
     began = time.perf_counter()
     bar: Progress = True if sys.stderr.isatty() and not json else None
@@ -242,8 +242,8 @@ def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) 
     its lease every 30 seconds and is left alone unless --older-than is less than that; a save so
     collected fails at its commit.
     """
-    from shardkeep.checkpointer import gc as run_gc
     from shardkeep.cli.runs import Run, is_run
+    from shardkeep.inspecting import gc as run_gc
 
     if is_run(path, step_name):
         cleaned = Run(path, step_name).clean(stale_s=older_than, dry_run=dry_run)

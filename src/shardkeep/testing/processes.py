@@ -33,7 +33,7 @@ __all__ = ["Outcome", "RankServer", "RanksFailed", "RemoteError", "run_ranks"]
 
 PRELOAD = (
     "numpy",
-    "shardkeep.checkpointer",
+    "shardkeep.functions",
     "shardkeep.adapters.numpy_arrays",
     "shardkeep.adapters.sharded_arrays",
     "shardkeep.adapters.torch_groups",

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardkeep.checkpointer import Checkpointer, load, save
+from shardkeep.checkpointer import Checkpointer
 from shardkeep.coordination import Coordinator, ThreadRanks
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import DefaultSavePlanner
@@ -31,6 +31,7 @@ from shardkeep.errors import (
     CheckpointNotFoundError,
     PlanError,
 )
+from shardkeep.functions import load, save
 from shardkeep.loading import LoadResult
 from shardkeep.metadata import (
     BytesStorageMetadata,
