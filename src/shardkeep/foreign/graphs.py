@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the interpreter of pickles builds with, and what it gives out: checked so one may walk it.
+
+A few bytes of a pickle can describe a value that holds itself, that never ends when taken apart, or
+whose hash takes for ever. None of these leaves the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardkeep.errors import FormatError, UnsafeCheckpointError
+
+__all__ = ["Constant", "Global", "Limits", "StandIn", "check_graph", "check_key"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much one pickle may be."""
+
+    nbytes: int = 1 << 30
+    """Its length."""
+    depth: int = 200
+    """Containers inside each other, in what is built."""
+    marks: int = 1000
+    """The same while it is being built."""
+    containers: int = 400_000
+    """Containers beyond one for each 8 bytes of the pickle."""
+    copies: int = 64 << 20
+    """Bytes copied by calls beyond 8 for each byte of the pickle."""
+    expanded: int = 1_000_000
+    """Containers beyond 16 times as many as there are, if shared ones are counted wherever they
+    occur."""
+    odd_keys: int = 10_000
+    """Keys and members whose hashes a writer can choose: tuples, complex and long numbers."""
+    long: int = 1 << 16
+    """Bytes of one integer."""
+    line: int = 1 << 20
+    """Bytes of one line, in the oldest protocols."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A name that stands for a value, not for something to call."""
+
+    value: object
+    """The value."""
+
+
+class Global:
+    """A class or function that a pickle names; stand-ins may get one as an argument."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., object]) -> None:
+        self.name = name
+        """`module.name` as the pickle has it."""
+        self.make = make
+        """What is called in its place."""
+
+
+class StandIn:
+    """Base of what stands for an object: inert, hashed by identity."""
+
+    __slots__ = ()
+
+    flat = False
+    """True where `build` lets in nothing that `inside` would have to give."""
+
+    def build(self, state: Any) -> None:
+        """Take the state that a pickle sets; whatever does not fit is a `ValueError`."""
+        raise ValueError(f"a {type(self).__name__} has no state")
+
+    def inside(self) -> Iterable[object]:
+        """All it holds."""
+        return ()
+
+
+_ATOMS: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex})
+_SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
+_MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_PLAIN_KEYS = frozenset({str, float, bool, type(None), bytes})
+
+
+def _inside(value: Any) -> Iterable[object] | None:
+    """What a value holds; None where it is nothing to look into."""
+    kind = type(value)
+    if kind in _SEQUENCES:
+        return iter(value)
+    if kind in _MAPPINGS:
+        return [*value, *value.values()]
+    if isinstance(value, StandIn):
+        return value.inside()
+    return iter(value) if isinstance(value, tuple) else None
+
+
+def check_graph(root: object, where: str, limits: Limits) -> None:
+    """Refuse cycles, too much depth or sharing, and names of code among the values."""
+    skip: set[type] = set(_ATOMS)
+    # Of each container: how many there are inside of it, counted wherever they occur, and how deep.
+    known: dict[int, tuple[int, int]] = {}
+    path: list[_Visit] = []
+    _enter(root, path, known, skip, where, limits)
+    while path:
+        visit = path[-1]
+        for item in visit.todo:
+            found = known.get(id(item))
+            if found is not None:
+                visit.count(*found, where)
+            elif _enter(item, path, known, skip, where, limits):
+                break
+        else:
+            path.pop()
+            _leave(visit, path, known, where, limits)
+
+
+class _Visit:
+    """A container on the way to the value that is looked at."""
+
+    __slots__ = ("height", "size", "todo", "value")
+
+    def __init__(self, value: object, todo: Iterator[object]) -> None:
+        self.value, self.todo, self.size, self.height = value, todo, 1, 1
+
+    def count(self, size: int, height: int, where: str) -> None:
+        if size < 0:
+            raise FormatError(f"{where}: a {type(self.value).__name__} holds itself")
+        self.size += size
+        self.height = max(self.height, height + 1)
+
+
+def _enter(
+    value: object,
+    path: list[_Visit],
+    known: dict[int, tuple[int, int]],
+    skip: set[type],
+    where: str,
+    limits: Limits,
+) -> bool:
+    if type(value) is Global:
+        raise UnsafeCheckpointError(
+            f"{where}: {value.name} is stored as a value. Classes and functions are not read; "
+            "save its name instead."
+        )
+    inner = None if getattr(value, "flat", False) else _inside(value)
+    if inner is None:
+        skip.add(type(value))
+        return False
+    if len(path) >= limits.depth:
+        raise FormatError(f"{where}: values nested deeper than {limits.depth}")
+    known[id(value)] = (-1, 0)
+    path.append(_Visit(value, iter([item for item in inner if type(item) not in skip])))
+    return True
+
+
+def _leave(
+    visit: _Visit, path: list[_Visit], known: dict[int, tuple[int, int]], where: str, limits: Limits
+) -> None:
+    known[id(visit.value)] = (visit.size, visit.height)
+    if len(path) + visit.height > limits.depth:
+        raise FormatError(f"{where}: values nested deeper than {limits.depth}")
+    if visit.size > limits.expanded + 16 * len(known):
+        raise UnsafeCheckpointError(
+            f"{where}: values that share parts would be {visit.size} when taken apart; "
+            f"there are {len(known)}"
+        )
+    if path:
+        path[-1].count(visit.size, visit.height, where)
+
+
+def check_key(key: Any, where: str, depth: int = 0) -> int:
+    """How much a key counts towards `Limits.odd_keys`; refuses those that must not be hashed."""
+    kind = type(key)
+    if kind in _PLAIN_KEYS or isinstance(key, StandIn):
+        return 0
+    if kind is int:
+        return 0 if -(2**64) < key < 2**64 else 1
+    if kind is Global:
+        raise UnsafeCheckpointError(f"{where}: {key.name} is used as a key")
+    if isinstance(key, tuple):
+        if depth > 8:
+            raise FormatError(f"{where}: tuples nested too deep for a key")
+        count = 1 + len(key) // 100
+        for item in key:
+            count += check_key(item, where, depth + 1)
+            if count > 10_000:
+                raise FormatError(f"{where}: a tuple too large for a key")
+        return count
+    return 1

@@ -1,0 +1,461 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interpreter of pickles: a stack, a memo, and one action for each opcode.
+
+Nothing here imports, looks up an attribute by a name from the pickle, or calls anything but the
+functions of the table it is given. `pickles` says what follows from that.
+"""
+
+from __future__ import annotations
+
+import codecs
+import struct
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NoReturn
+
+from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.foreign.graphs import Constant, Global, Limits, StandIn, check_key
+
+__all__ = ["Classes", "Cut", "interpret"]
+
+Classes = Mapping[str, Callable[..., object] | Constant]
+"""`module.name` to what stands in for it: called with what the pickle gives, or a constant."""
+
+_NOTHING: Final = object()
+
+
+class Cut(CorruptionError):
+    """The bytes end before the pickle does."""
+
+
+def interpret(
+    data: bytes,
+    start: int,
+    where: str,
+    classes: Classes,
+    persistent: Callable[[Any], object] | None,
+    limits: Limits,
+) -> tuple[object, int]:
+    """What the pickle that begins at `start` builds, and where it ends."""
+    machine = _Machine(data, start, where, classes, persistent, limits)
+    try:
+        return machine.run(), machine.pos
+    except CheckpointError:
+        raise
+    except Exception as error:  # hostile bytes go wrong in many ways; all of them mean one thing
+        raise FormatError(
+            f"{where}: not a pickle that can be read: {type(error).__name__} at byte "
+            f"{machine.pos - start}: {_short(str(error))}"
+        ) from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else text[:200] + " ..."
+
+
+class _Machine:
+    """One pickle being interpreted."""
+
+    __slots__ = (
+        "classes",
+        "containers",
+        "data",
+        "known",
+        "limits",
+        "marks",
+        "memo",
+        "odd_keys",
+        "persistent",
+        "pos",
+        "room",
+        "stack",
+        "start",
+        "where",
+    )
+
+    def __init__(
+        self,
+        data: bytes,
+        start: int,
+        where: str,
+        classes: Classes,
+        persistent: Callable[[Any], object] | None,
+        limits: Limits,
+    ) -> None:
+        self.data, self.start, self.pos, self.where = data, start, start, where
+        self.classes, self.persistent, self.limits = classes, persistent, limits
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []
+        self.memo: list[Any] = []
+        self.known: dict[tuple[str, str], object] = {}
+        # What a byte of a pickle may make. Real ones take some 13 bytes for a container.
+        self.containers = limits.containers + (len(data) - start) // 8
+        self.room = limits.copies + 8 * (len(data) - start)
+        self.odd_keys = limits.odd_keys
+
+    def run(self) -> object:
+        data, table, end = self.data, _OPCODES, len(self.data)
+        while self.pos < end:
+            code = data[self.pos]
+            self.pos += 1
+            if code == _STOP:
+                if self.marks or len(self.stack) != 1:
+                    raise ValueError("it stops with other than one value")
+                return self.stack.pop()
+            action = table[code]
+            if action is None:
+                self.unknown(code)
+            action(self)
+        raise self.cut()
+
+    # --- refusals ------------------------------------------------------------------------------
+
+    def cut(self) -> Cut:
+        return Cut(f"{self.where}: the pickle ends in the middle, at byte {self.pos - self.start}")
+
+    def unsafe(self, what: str) -> UnsafeCheckpointError:
+        return UnsafeCheckpointError(
+            f"{self.where}: the pickle {what} (byte {self.pos - self.start}). Reading it could run "
+            "code, so nothing of it is read. If it is yours, save plain values and tensors instead."
+        )
+
+    def unknown(self, code: int) -> NoReturn:
+        if code in b"\x82\x83\x84":
+            raise self.unsafe("uses a code of copyreg's extension registry")
+        if code in b"\x97\x98":
+            raise self.unsafe("refers to buffers outside of itself")
+        raise ValueError(f"there is no opcode {code:#04x}")
+
+    def heavy(self) -> UnsafeCheckpointError:
+        return self.unsafe("makes far more objects than its length explains")
+
+    def made(self) -> None:
+        """A container was made."""
+        self.containers -= 1
+        if self.containers < 0:
+            raise self.heavy()
+
+    # --- bytes of the pickle ----------------------------------------------------------------------
+
+    def take(self, count: int) -> bytes:
+        low = self.pos
+        if count > len(self.data) - low:
+            raise self.cut()
+        self.pos = low + count
+        return self.data[low : low + count]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def line(self) -> bytes:
+        end = self.data.find(b"\n", self.pos, self.pos + self.limits.line)
+        if end < 0:
+            raise self.cut()
+        text = self.data[self.pos : end]
+        self.pos = end + 1
+        return text
+
+    # --- names and calls ------------------------------------------------------------------------
+
+    def find(self, module: object, name: object) -> object:
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("a global is not named by two texts")
+        known = self.known.get((module, name), _NOTHING)
+        if known is not _NOTHING:
+            return known
+        full = f"{module}.{name}"
+        found: object
+        entry = self.classes.get(full)
+        if entry is None:
+            raise self.unsafe(f"needs {_short(full)}, which is not on the list of what may be read")
+        if isinstance(entry, Constant):
+            # A pickle could set the state of a stand-in that outlives it.
+            assert not isinstance(entry.value, StandIn), full
+            found = entry.value
+        else:
+            found = Global(full, entry)
+        self.known[module, name] = found
+        return found
+
+    def call(self, function: object, args: object) -> object:
+        if type(function) is not Global:
+            raise self.unsafe(f"calls a {type(function).__name__}")
+        if type(args) is not tuple:
+            raise ValueError("arguments are no tuple")
+        self.made()
+        if function.name in _HASHING:
+            for argument in args:
+                self.check_keys(argument)
+        try:
+            result: Any = function.make(*args)
+        except CheckpointError as error:
+            raise type(error)(f"{self.where}: {error}") from error
+        except Exception as error:
+            raise ValueError(f"no {function.name} is made from this: {error}") from error
+        weight = _SIZED.get(type(result))
+        if weight is not None:
+            self.room -= len(result) * weight
+            if self.room < 0:
+                raise self.heavy()
+        return result
+
+    def check_keys(self, keys: Any) -> None:
+        """What is about to be hashed: some hashes never end, or are all the same."""
+        if type(keys) in _MAPPINGS or type(keys) not in (list, tuple, set, frozenset, deque):
+            return
+        for key in keys:
+            if type(key) is not str:
+                self.odd_keys -= check_key(key, self.where)
+                if self.odd_keys < 0:
+                    raise self.unsafe("has too many keys that are neither texts nor numbers")
+
+    def put(self, index: int) -> None:
+        value, memo = self.stack[-1], self.memo
+        if index == len(memo):
+            memo.append(value)
+        elif index < len(memo):
+            memo[index] = value
+        elif index > len(self.data):
+            raise ValueError(f"there is no memo {index}")
+        else:
+            memo.extend([_NOTHING] * (index - len(memo)))
+            memo.append(value)
+
+    def get(self, index: int) -> None:
+        value = self.memo[index] if 0 <= index < len(self.memo) else _NOTHING
+        if value is _NOTHING:
+            raise ValueError(f"memo {index} was never put")
+        self.stack.append(value)
+
+    def items(self) -> list[Any]:
+        """All since the last mark."""
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    # --- opcodes, as far as they are more than a line --------------------------------------------
+
+    def mark(self) -> None:
+        if len(self.marks) >= self.limits.marks:
+            raise self.unsafe("is nested too deep")
+        self.marks.append(self.stack)
+        self.stack = []
+
+    def reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack.append(self.call(self.stack.pop(), args))
+
+    def new_with_keywords(self) -> None:
+        keywords = self.stack.pop()
+        if type(keywords) is not dict or keywords:
+            raise self.unsafe("makes an object with keyword arguments")
+        self.reduce()
+
+    def instance(self) -> None:
+        module, name = self.line().decode(), self.line().decode()
+        args = tuple(self.items())
+        self.stack.append(self.call(self.find(module, name), args))
+
+    def object_of_all(self) -> None:
+        cls, *args = self.items()
+        self.stack.append(self.call(cls, tuple(args)))
+
+    def build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        if isinstance(target, StandIn):
+            target.build(state)
+        elif type(target) not in _MAPPINGS or type(state) is not dict:
+            # Attributes of a dict, as `_metadata` of a module's state, are left out.
+            raise self.unsafe(f"sets the state of a {type(target).__name__}")
+
+    def append_all(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not list and type(target) is not deque:
+            raise self.unsafe(f"appends to a {type(target).__name__}")
+        target.extend(items)
+
+    def set_all(self, items: list[Any]) -> None:
+        target, keys = self.stack[-1], items[::2]
+        if type(target) not in _MAPPINGS:
+            raise self.unsafe(f"sets items of a {type(target).__name__}")
+        self.check_keys(keys)
+        for key, value in zip(keys, items[1::2], strict=True):
+            target[key] = value
+
+    def add_all(self) -> None:
+        items = self.items()
+        if type(self.stack[-1]) is not set:
+            raise self.unsafe(f"adds to a {type(self.stack[-1]).__name__}")
+        self.check_keys(items)
+        self.stack[-1].update(items)
+
+    def persistent_id(self, given: object) -> None:
+        if self.persistent is None:
+            raise self.unsafe("refers to something outside of itself")
+        self.made()
+        try:
+            self.stack.append(self.persistent(given))
+        except CheckpointError as error:
+            raise type(error)(f"{self.where}: {error}") from error
+
+    def fresh(self, container: object) -> None:
+        self.made()
+        self.stack.append(container)
+
+    def frozen(self) -> None:
+        items = self.items()
+        self.check_keys(items)
+        self.fresh(frozenset(items))
+
+    def dictionary(self) -> None:
+        items = self.items()
+        self.fresh({})
+        self.set_all(items)
+
+    def frame(self) -> None:
+        size = self.number(8)
+        if size > len(self.data) - self.pos:
+            raise self.cut()
+
+    def long(self, size: int) -> None:
+        if size > self.limits.long:
+            raise ValueError(f"an integer of {size} bytes")
+        self.stack.append(int.from_bytes(self.take(size), "little", signed=True))
+
+    def old_string(self, data: bytes) -> None:
+        """A `str` of Python 2: text where it is one."""
+        try:
+            self.stack.append(data.decode())
+        except UnicodeDecodeError:
+            self.stack.append(data)
+
+    def quoted(self) -> None:
+        text = self.line().strip()
+        if len(text) < 2 or text[:1] != text[-1:] or text[:1] not in b"'\"":
+            raise ValueError("a text without quotes")
+        self.old_string(codecs.escape_decode(text[1:-1])[0])
+
+    def short_unicode(self) -> None:  # the most frequent of all, so without `take`
+        low = self.pos + 1
+        if low > len(self.data):
+            raise self.cut()
+        self.pos = high = low + self.data[low - 1]
+        if high > len(self.data):
+            raise self.cut()
+        self.stack.append(self.data[low:high].decode())
+
+    def tuple_of(self, count: int) -> None:
+        stack = self.stack
+        if len(stack) < count:
+            raise ValueError("a tuple of more than there is")
+        stack[-count:] = [tuple(stack[-count:])]
+
+    def tuple_of_all(self) -> None:
+        items = tuple(self.items())
+        self.stack.append(items)
+
+    def stack_global(self) -> None:
+        name = self.stack.pop()
+        self.stack.append(self.find(self.stack.pop(), name))
+
+    def text_int(self) -> None:
+        text = self.line()
+        special = {b"00": False, b"01": True}.get(text)
+        self.stack.append(int(text) if special is None else special)
+
+    def pop(self) -> None:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self.items()
+
+
+_STOP: Final = ord(".")
+_MAPPINGS: Final = frozenset({dict, OrderedDict, Counter})
+# What calls copy, in bytes for each element.
+_SIZED: Final[dict[type, int]] = {
+    bytes: 1, bytearray: 1, str: 4, list: 8, tuple: 8, deque: 8,
+    dict: 100, OrderedDict: 200, Counter: 100, set: 100, frozenset: 100,
+}  # fmt: skip
+_HASHING: Final = frozenset(
+    f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
+)
+
+
+def _double(machine: _Machine) -> None:
+    machine.stack.append(struct.unpack(">d", machine.take(8))[0])
+
+
+_ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
+    b"(": _Machine.mark,
+    b"0": _Machine.pop,
+    b"1": lambda m: m.items().clear(),
+    b"2": lambda m: m.stack.append(m.stack[-1]),
+    b"F": lambda m: m.stack.append(float(m.line())),
+    b"I": _Machine.text_int,
+    b"J": lambda m: m.stack.append(int.from_bytes(m.take(4), "little", signed=True)),
+    b"K": lambda m: m.stack.append(m.number(1)),
+    b"L": lambda m: m.stack.append(int(m.line().rstrip(b"L"))),
+    b"M": lambda m: m.stack.append(m.number(2)),
+    b"N": lambda m: m.stack.append(None),
+    b"P": lambda m: m.persistent_id(m.line().decode()),
+    b"Q": lambda m: m.persistent_id(m.stack.pop()),
+    b"R": _Machine.reduce,
+    b"S": _Machine.quoted,
+    b"T": lambda m: m.old_string(m.take(m.number(4))),
+    b"U": lambda m: m.old_string(m.take(m.number(1))),
+    b"V": lambda m: m.stack.append(m.line().decode("raw-unicode-escape")),
+    b"X": lambda m: m.stack.append(m.take(m.number(4)).decode()),
+    b"a": lambda m: m.append_all([m.stack.pop()]),
+    b"b": _Machine.build,
+    b"c": lambda m: m.stack.append(m.find(m.line().decode(), m.line().decode())),
+    b"d": _Machine.dictionary,
+    b"e": lambda m: m.append_all(m.items()),
+    b"g": lambda m: m.get(int(m.line())),
+    b"h": lambda m: m.get(m.number(1)),
+    b"i": _Machine.instance,
+    b"j": lambda m: m.get(m.number(4)),
+    b"l": lambda m: m.fresh(m.items()),
+    b"o": _Machine.object_of_all,
+    b"p": lambda m: m.put(int(m.line())),
+    b"q": lambda m: m.put(m.number(1)),
+    b"r": lambda m: m.put(m.number(4)),
+    b"s": lambda m: m.set_all([m.stack.pop(-2), m.stack.pop()]),
+    b"t": _Machine.tuple_of_all,
+    b"u": lambda m: m.set_all(m.items()),
+    b"}": lambda m: m.fresh({}),
+    b"]": lambda m: m.fresh([]),
+    b")": lambda m: m.stack.append(()),
+    b"G": _double,
+    b"B": lambda m: m.stack.append(m.take(m.number(4))),
+    b"C": lambda m: m.stack.append(m.take(m.number(1))),
+    b"\x80": lambda m: _protocol(m.number(1)),
+    b"\x81": _Machine.reduce,
+    b"\x85": lambda m: m.tuple_of(1),
+    b"\x86": lambda m: m.tuple_of(2),
+    b"\x87": lambda m: m.tuple_of(3),
+    b"\x88": lambda m: m.stack.append(True),
+    b"\x89": lambda m: m.stack.append(False),
+    b"\x8a": lambda m: m.long(m.number(1)),
+    b"\x8b": lambda m: m.long(m.number(4)),
+    b"\x8c": _Machine.short_unicode,
+    b"\x8d": lambda m: m.stack.append(m.take(m.number(8)).decode()),
+    b"\x8e": lambda m: m.stack.append(m.take(m.number(8))),
+    b"\x8f": lambda m: m.fresh(set()),
+    b"\x90": _Machine.add_all,
+    b"\x91": _Machine.frozen,
+    b"\x92": _Machine.new_with_keywords,
+    b"\x93": _Machine.stack_global,
+    b"\x94": lambda m: m.memo.append(m.stack[-1]),
+    b"\x95": _Machine.frame,
+    b"\x96": lambda m: m.fresh(bytearray(m.take(m.number(8)))),
+}
+
+
+def _protocol(number: int) -> None:
+    if number > 5:
+        raise FormatError(f"pickle protocol {number} is newer than what this version reads")
+
+
+_OPCODES: list[Any] = [_ACTIONS.get(bytes([code])) for code in range(256)]
