@@ -27,7 +27,7 @@ class Limits:
     """Containers inside each other, in what is built."""
     marks: int = 1000
     """The same while it is being built."""
-    containers: int = 400_000
+    containers: int = 300_000
     """Containers beyond one for each 8 bytes of the pickle."""
     copies: int = 64 << 20
     """Bytes copied by calls beyond 8 for each byte of the pickle."""
@@ -85,16 +85,16 @@ _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _PLAIN_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
-def _inside(value: Any) -> Iterable[object] | None:
+def _inside(value: Any) -> Iterable[Any] | None:
     """What a value holds; None where it is nothing to look into."""
-    kind = type(value)
-    if kind in _SEQUENCES:
-        return iter(value)
+    kind: type = type(value)
+    if kind in _SEQUENCES or isinstance(value, tuple):
+        return list(value)
     if kind in _MAPPINGS:
         return [*value, *value.values()]
     if isinstance(value, StandIn):
         return value.inside()
-    return iter(value) if isinstance(value, tuple) else None
+    return None
 
 
 def check_graph(root: object, where: str, limits: Limits) -> None:

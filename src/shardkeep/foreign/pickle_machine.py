@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn
 
+from shardkeep.collector import paused_collector
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign.graphs import Constant, Global, Limits, StandIn, check_key
 
@@ -39,7 +40,8 @@ def interpret(
     """What the pickle that begins at `start` builds, and where it ends."""
     machine = _Machine(data, start, where, classes, persistent, limits)
     try:
-        return machine.run(), machine.pos
+        with paused_collector():  # all that is made is kept, or dropped at once
+            return machine.run(), machine.pos
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes go wrong in many ways; all of them mean one thing
@@ -213,9 +215,9 @@ class _Machine:
         value, memo = self.stack[-1], self.memo
         if index == len(memo):
             memo.append(value)
-        elif index < len(memo):
+        elif 0 <= index < len(memo):
             memo[index] = value
-        elif index > len(self.data):
+        elif index > len(self.data) or index < 0:
             raise ValueError(f"there is no memo {index}")
         else:
             memo.extend([_NOTHING] * (index - len(memo)))
@@ -359,6 +361,11 @@ class _Machine:
         name = self.stack.pop()
         self.stack.append(self.find(self.stack.pop(), name))
 
+    def protocol(self) -> None:
+        number = self.number(1)
+        if number > 5:
+            raise FormatError(f"{self.where}: pickle protocol {number} is newer than what is read")
+
     def text_int(self) -> None:
         text = self.line()
         special = {b"00": False, b"01": True}.get(text)
@@ -430,7 +437,7 @@ _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"G": _double,
     b"B": lambda m: m.stack.append(m.take(m.number(4))),
     b"C": lambda m: m.stack.append(m.take(m.number(1))),
-    b"\x80": lambda m: _protocol(m.number(1)),
+    b"\x80": _Machine.protocol,
     b"\x81": _Machine.reduce,
     b"\x85": lambda m: m.tuple_of(1),
     b"\x86": lambda m: m.tuple_of(2),
@@ -451,11 +458,6 @@ _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"\x95": _Machine.frame,
     b"\x96": lambda m: m.fresh(bytearray(m.take(m.number(8)))),
 }
-
-
-def _protocol(number: int) -> None:
-    if number > 5:
-        raise FormatError(f"pickle protocol {number} is newer than what this version reads")
 
 
 _OPCODES: list[Any] = [_ACTIONS.get(bytes([code])) for code in range(256)]

@@ -1,0 +1,194 @@
+"""The closed unpickler: what it reads is what Python's own reads, and nothing else happens."""
+
+import collections
+import datetime
+import decimal
+import fractions
+import json
+import pathlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.foreign import pickles
+from shardkeep.foreign.numpy_stand_ins import NumpyArray
+from shardkeep.foreign.stand_ins import Record, records
+from shardkeep.values import same
+
+HERE = Path(__file__).parent
+MARK = Path("/tmp/shardkeep-was-here")
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """What became of each hostile pickle, in a process that may take 200 MB more than Python."""
+    done = subprocess.run(
+        [sys.executable, HERE / "hostile_pickles.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_hostile_pickles_are_refused_at_once_in_little_memory(refusals):
+    told = [line for line in refusals if "name" in line]
+    assert len(told) > 100
+    fine = {"UnsafeCheckpointError", "FormatError", "Cut"}
+    assert [line for line in told if line["kind"] not in fine] == []
+    assert [line for line in told if "MemoryError" in line["text"]] == []
+    assert [line for line in told if line["s"] > 1] == []
+    assert all("a test" in line["text"] for line in told)
+
+
+def test_hostile_pickles_import_nothing_and_leave_no_trace(refusals):
+    assert refusals[-1] == {"imported": []}
+    assert not MARK.exists()
+
+
+def test_the_refusal_names_what_a_pickle_needs(refusals):
+    texts = {line["name"]: line["text"] for line in refusals if "name" in line}
+    for name in ("os.system", "builtins.eval", "subprocess.Popen", "copyreg._reconstructor"):
+        assert f"needs {name}," in texts[name]
+
+
+def test_the_hostile_ones_would_do_harm_elsewhere(tmp_path):
+    class Gadget:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "harm",))
+
+    data = pickle.dumps(Gadget())
+    with pytest.raises(UnsafeCheckpointError, match=r"pathlib\.Path\.touch"):
+        pickles.load(data, where="x")
+    assert not (tmp_path / "harm").exists()
+    pickle.loads(data)
+    assert (tmp_path / "harm").exists()
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.complex_numbers(allow_nan=False),
+    st.text(st.characters(codec="utf-8")),
+    st.binary(),
+    st.binary().map(bytearray),
+    st.datetimes(timezones=st.none() | st.just(datetime.UTC)),
+    st.dates(),
+    st.times(),
+    st.timedeltas(),
+    st.decimals(allow_nan=False),
+    st.fractions(),
+    st.builds(range, st.integers(-9, 9), st.integers(-9, 9)),
+    st.sampled_from([pathlib.Path("/a/b"), pathlib.PurePosixPath("c"), np.float32(1.5)]),
+    st.sampled_from([np.int64(-3), np.bool_(True), np.complex64(1j), np.float16(2)]),
+)
+keys = st.one_of(st.text(st.characters(codec="utf-8")), st.integers(), st.tuples(st.integers()))
+states = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.tuples(inner, inner),
+        st.dictionaries(keys, inner),
+        st.dictionaries(keys, inner).map(collections.OrderedDict),
+        st.lists(inner).map(lambda x: collections.deque(x, 9)),
+        st.frozensets(st.integers() | st.text("abc")),
+        st.sets(st.integers()),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None, max_examples=120)
+@given(states, st.integers(0, 5))
+def test_plain_values_come_back_as_from_pickle_itself(state, protocol):
+    data = pickle.dumps(state, protocol)
+    assert same(pickles.load(data, where="x"), pickle.loads(data))
+
+
+@settings(deadline=None, max_examples=300)
+@given(states, st.integers(0, 5), st.data())
+def test_damage_gives_a_value_or_a_checkpoint_error(state, protocol, data):
+    whole = bytearray(pickle.dumps(state, protocol))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        pickles.load(whole[: data.draw(st.integers(0, len(whole)))], where="x")
+    except CheckpointError as error:
+        assert "x: " in str(error)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=200))
+def test_any_bytes_give_a_value_or_a_checkpoint_error(data):
+    try:
+        pickles.load(data, where="x")
+    except CheckpointError:
+        pass
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("dtype", ["<f4", ">f4", "bool", "i8", "c16", "f2", "u1"])
+def test_arrays_of_numpy_keep_their_elements(protocol, dtype):
+    for array in (
+        np.arange(6).reshape(2, 3).astype(dtype),
+        np.asfortranarray(np.eye(3, dtype=dtype)),
+    ):
+        made = pickles.load(pickle.dumps(array, protocol), where="x")
+        assert isinstance(made, NumpyArray)
+        np.testing.assert_array_equal(made.array(), array)
+        assert made.array().dtype == array.dtype.newbyteorder("=")
+
+
+def test_objects_of_listed_classes_become_records():
+    class Point:
+        pass
+
+    Point.__module__, Point.__qualname__ = __name__, "Point"
+    globals()["Point"] = Point
+    point = Point()
+    point.x, point.y = 1, [2]
+    for protocol in range(2, 6):
+        made = pickles.load(
+            pickle.dumps(point, protocol), where="x", classes=records(__name__, "Point")
+        )
+        assert isinstance(made, Record)
+        assert (made.get("x"), made.get("y"), made.get("z", 5)) == (1, [2], 5)
+
+
+def test_several_pickles_in_a_row():
+    data = pickle.dumps(1) + pickle.dumps("two") + b"rest"
+    first, end = pickles.load_next(data, where="x")
+    second, last = pickles.load_next(data, end, where="x")
+    assert (first, second, data[last:]) == (1, "two", b"rest")
+    with pytest.raises(pickles.Cut):
+        pickles.load_next(data[:-8], end, where="x")
+    assert issubclass(pickles.Cut, CorruptionError)
+
+
+def test_limits_can_be_set():
+    with pytest.raises(FormatError, match="more than 10 bytes"):
+        pickles.load(pickle.dumps("x" * 100), where="x", limits=pickles.Limits(nbytes=10))
+    with pytest.raises(FormatError, match="deeper than 3"):
+        pickles.load(pickle.dumps([[[[]]]]), where="x", limits=pickles.Limits(depth=3))
+    shared = [1]
+    state = [shared] * 100
+    assert pickles.load(pickle.dumps(state), where="x") == state
+    with pytest.raises(UnsafeCheckpointError, match="taken apart"):
+        pickles.load(pickle.dumps(state), where="x", limits=pickles.Limits(expanded=10))
+
+
+def test_what_differs_from_pickle():
+    assert type(pickles.load(pickle.dumps(collections.defaultdict(list, a=[1])), where="x")) is dict
+    with pytest.raises(UnsafeCheckpointError, match=r"collections\.UserDict"):
+        pickles.load(pickle.dumps(collections.UserDict()), where="x")
+    assert pickles.load(pickle.dumps(decimal.Decimal("1.50")), where="x") == decimal.Decimal("1.5")
+    assert pickles.load(pickle.dumps(fractions.Fraction(1, 3)), where="x") == fractions.Fraction(
+        1, 3
+    )
