@@ -23,7 +23,7 @@ class Limits:
 
     nbytes: int = 1 << 30
     """Its length."""
-    depth: int = 200
+    depth: int = 100
     """Containers inside each other, in what is built."""
     marks: int = 1000
     """The same while it is being built."""

@@ -19,7 +19,7 @@ from typing import Any, cast
 from shardkeep.foreign.graphs import Constant, Global, StandIn
 from shardkeep.foreign.numpy_stand_ins import NUMPY
 
-__all__ = ["PLAIN", "Record", "records"]
+__all__ = ["PLAIN", "Record", "Uuid", "records"]
 
 
 _SLOTS = ((type(None), dict), (dict, dict))
@@ -187,7 +187,7 @@ def _fraction(*args: Any) -> fractions.Fraction:
     return fractions.Fraction(_of(numerator, int), _of(denominator, int))
 
 
-class _Uuid(StandIn):
+class Uuid(StandIn):
     """A UUID whose state comes later; `finished` has it."""
 
     __slots__ = ("number",)
@@ -196,10 +196,12 @@ class _Uuid(StandIn):
         self.number: int | None = None
 
     def build(self, state: Any) -> None:
+        """Take the number."""
         self.number = _of(_of(state, dict)["int"], int)
         uuid.UUID(int=self.number)
 
     def finished(self) -> uuid.UUID:
+        """The UUID itself."""
         _require(self.number is not None, "a UUID without a number")
         return uuid.UUID(int=self.number)
 
@@ -246,7 +248,7 @@ PLAIN: dict[str, Callable[..., object] | Constant] = {
             "PureWindowsPath": pathlib.PureWindowsPath,
         }.items()
     },
-    "uuid.UUID": _Uuid,
+    "uuid.UUID": Uuid,
     "decimal.Decimal": _decimal,
     "fractions.Fraction": _fraction,
     **NUMPY,

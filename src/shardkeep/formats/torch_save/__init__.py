@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of `torch.save`: the zip archives of torch 1.6 and later, and the older streams."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardkeep.foreign.regular_files import beginning
+
+if TYPE_CHECKING:
+    from shardkeep.foreign.found import Found
+    from shardkeep.foreign.layout import OutFile, Outline
+
+__all__ = ["SYSTEM", "find", "lay_out", "recognises"]
+
+SYSTEM = "torch.save"
+
+ZIP = b"PK\3\4"
+LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""The first number in an old file, as every protocol from 2 on pickles it, after two bytes."""
+
+
+def recognises(path: Path) -> bool:
+    """Whether a file begins like one of torch's."""
+    head = beginning(path, 2 + len(LEGACY))
+    if head[2:] == LEGACY:
+        return True
+    # The first entry of an archive is its pickle, in a folder.
+    return head.startswith(ZIP) and _names_a_pickle(path)
+
+
+def _names_a_pickle(path: Path) -> bool:
+    head = beginning(path, 1024)
+    length = int.from_bytes(head[26:28], "little")
+    name = head[30 : 30 + length]
+    return name.endswith(b"/data.pkl") or name.endswith(b"/version")
+
+
+def find(path: Path) -> Found:
+    """What a file holds."""
+    from shardkeep.formats.torch_save.reading import find_file
+
+    return find_file(path)
+
+
+def lay_out(outline: Outline, **options: Any) -> list[OutFile]:
+    """One file that `torch.load(weights_only=True)` reads."""
+    from shardkeep.formats.torch_save.writing import lay_out_file
+
+    return lay_out_file(outline, **options)
