@@ -7,18 +7,30 @@ import math
 from collections import Counter, OrderedDict, deque
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from shardkeep.boxes import strides as row_major
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign import pickles
-from shardkeep.foreign.found import Raw, StoredTensor, whole
+from shardkeep.foreign.found import Part, Raw, StoredTensor, whole
 from shardkeep.foreign.graphs import StandIn
 from shardkeep.foreign.numpy_stand_ins import NumpyArray, NumpyDType, NumpyType
 from shardkeep.foreign.stand_ins import Record, Uuid
+from shardkeep.foreign.tables import InMemory
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage, StorageType, TensorView, TorchName
 from shardkeep.foreign.torch_zip import Archive
 
-__all__ = ["Finishing", "Members", "read_object", "storage_id"]
+__all__ = [
+    "Finishing",
+    "Members",
+    "elements_at",
+    "read_object",
+    "read_object_in_memory",
+    "steps_of",
+    "storage_id",
+]
 
 PICKLE = "data.pkl"
 _MOST = 1 << 30
@@ -87,6 +99,14 @@ def read_object(archive: Archive, file: str) -> Any:
     return Finishing(file, archive.where).finished(graph)
 
 
+def read_object_in_memory(data: bytes, where: str) -> Any:
+    """The object in an archive that is at hand."""
+    archive = Archive(lambda at, count: data[at : at + count], 0, len(data), where)
+    members = Members(archive)
+    graph = pickles.load(members.pickle(), where=where, classes=TORCH, persistent=members.storage)
+    return _InMemoryFinishing(data, where).finished(graph)
+
+
 class Finishing:
     """Stand-ins to what they stand for."""
 
@@ -147,6 +167,31 @@ class Finishing:
             made = self._tensors[key] = whole(view.dtype, view.shape, raw)
         made.requires_grad |= view.requires_grad
         return made
+
+
+class _InMemoryFinishing(Finishing):
+    """The same, with the elements at hand."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__("", where)
+        self.data = data
+
+    def tensor(self, view: TensorView) -> StoredTensor:
+        """A tensor with its elements."""
+        made = super().tensor(view)
+        start = view.storage.place + view.offset * TABLE[view.dtype].itemsize
+        place = InMemory(elements_at(self.data, start, view.dtype, view.shape, view.strides))
+        made.parts = tuple(Part(part.offsets, part.sizes, place) for part in made.parts)
+        return made
+
+
+def elements_at(
+    data: bytes, start: int, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> npt.NDArray[Any]:
+    """Elements that lie in memory, as bits."""
+    bits = TABLE[dtype].bits()
+    steps = [step * bits.itemsize for step in strides]
+    return np.ndarray(shape, bits, data, start, steps) if 0 not in shape else np.zeros(shape, bits)
 
 
 def steps_of(view: TensorView) -> tuple[int, ...] | None:

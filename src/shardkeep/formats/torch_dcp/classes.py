@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in for the classes of torch's metadata.
+
+Millions of chunks may be described, so these are small, and check what they are given at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from shardkeep.foreign.graphs import Constant, StandIn
+from shardkeep.foreign.stand_ins import Record, records
+from shardkeep.foreign.torch_stand_ins import TORCH, TorchDType
+
+__all__ = ["CLASSES", "Bytes", "Chunk", "Description", "Index", "Info", "Properties", "Tensor"]
+
+Ints = tuple[int, ...]
+_DIMENSIONS = 32
+
+
+def _require(fine: bool, wrong: str) -> None:
+    if not fine:
+        raise ValueError(wrong)
+
+
+def _sizes(given: Any) -> Ints:
+    _require(isinstance(given, (tuple, list)) and len(given) <= _DIMENSIONS, "odd sizes")
+    _require(all(type(n) is int and n >= 0 for n in given), "odd sizes")
+    return tuple(given)
+
+
+def _attributes(state: Any) -> dict[str, Any]:
+    _require(type(state) is dict, "an object without attributes")
+    return state  # type: ignore[no-any-return]
+
+
+class Chunk(StandIn):
+    """A stored box of a tensor."""
+
+    __slots__ = ("offsets", "sizes")
+
+    flat = True
+
+    def __init__(self) -> None:
+        self.offsets: Ints = ()
+        self.sizes: Ints = ()
+
+    def build(self, state: Any) -> None:
+        """Take offsets and sizes."""
+        fields = _attributes(state)
+        self.offsets, self.sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
+        _require(len(self.offsets) == len(self.sizes), "offsets and sizes that do not match")
+
+
+class Index(StandIn):
+    """What `storage_data` is looked up by."""
+
+    __slots__ = ("fqn", "offset")
+
+    flat = True
+
+    def __init__(self) -> None:
+        self.fqn = ""
+        self.offset: Ints | None = None
+
+    def build(self, state: Any) -> None:
+        """Take name and offset; the hint is of no use here."""
+        fields = _attributes(state)
+        offset = fields.get("offset")
+        _require(type(fields["fqn"]) is str, "an index without a name")
+        self.fqn, self.offset = fields["fqn"], None if offset is None else _sizes(offset)
+
+
+class Info(StandIn):
+    """Where an item lies."""
+
+    __slots__ = ("length", "offset", "path", "transforms")
+
+    flat = True
+
+    def __init__(self) -> None:
+        self.path = ""
+        self.offset = self.length = 0
+        self.transforms: tuple[str, ...] = ()
+
+    def build(self, state: Any) -> None:
+        """Take file, offset, length, and what was done to the bytes."""
+        fields = _attributes(state)
+        self.path, self.offset = fields["relative_path"], fields["offset"]
+        self.length = fields["length"]
+        transforms = fields.get("transform_descriptors") or ()
+        _require(type(self.path) is str and self.path != "", "an item in no file")
+        _require(type(self.offset) is int and self.offset >= 0, "an item at no offset")
+        _require(type(self.length) is int and self.length >= 0, "an item of no length")
+        _require(isinstance(transforms, (list, tuple)), "odd transforms")
+        _require(all(type(name) is str for name in transforms), "odd transforms")
+        self.transforms = tuple(transforms)
+
+
+class Properties(StandIn):
+    """What is known of a tensor's elements."""
+
+    __slots__ = ("dtype", "requires_grad")
+
+    flat = True
+
+    def __init__(self) -> None:
+        self.dtype = ""
+        self.requires_grad = False
+
+    def build(self, state: Any) -> None:
+        """Take torch's tuple: dtype, layout, requires_grad, memory format, pinned."""
+        dtype, layout, requires_grad = (
+            state[:3]
+            if type(state) is tuple
+            else (state["dtype"], state.get("layout"), state.get("requires_grad"))
+        )
+        _require(type(dtype) is TorchDType, "a tensor without a dtype")
+        _require(getattr(layout, "name", "torch.strided") == "torch.strided", "a sparse tensor")
+        self.dtype, self.requires_grad = dtype.name, requires_grad is True
+
+
+class Tensor(StandIn):
+    """A tensor and its boxes."""
+
+    __slots__ = ("chunks", "properties", "size")
+
+    def __init__(self) -> None:
+        self.properties = Properties()
+        self.size: Ints = ()
+        self.chunks: list[Chunk] = []
+
+    def build(self, state: Any) -> None:
+        """Take properties, size and chunks."""
+        fields = _attributes(state)
+        properties, chunks = fields["properties"], fields["chunks"]
+        _require(type(properties) is Properties and type(chunks) is list, "an odd tensor")
+        self.properties, self.size, self.chunks = properties, _sizes(fields["size"]), chunks
+
+    def inside(self) -> Iterable[object]:
+        """The chunks: the list may still change."""
+        return (self.chunks,)
+
+
+class Bytes(StandIn):
+    """A value that is no tensor."""
+
+    __slots__ = ()
+
+    flat = True
+
+    def build(self, state: Any) -> None:
+        """There is nothing to take."""
+        _require(not state, "a value with attributes")
+
+
+class Description(Record):
+    """All of the metadata."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("Metadata", ())
+
+
+_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
+_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_FORMATS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
+
+
+def _entries() -> dict[str, Callable[..., object] | Constant]:
+    table = dict(TORCH)
+    for module in _MODULES:
+        table |= {
+            f"{module}.metadata.Metadata": Description,
+            f"{module}.metadata.TensorStorageMetadata": Tensor,
+            f"{module}.metadata.BytesStorageMetadata": Bytes,
+            f"{module}.metadata.ChunkStorageMetadata": Chunk,
+            f"{module}.metadata.MetadataIndex": Index,
+            f"{module}.metadata.TensorProperties": Properties,
+            f"{module}.filesystem._StorageInfo": Info,
+            **records(f"{module}.metadata", "StorageMeta", *_FORMATS),
+        }
+    table[f"{_SHARDED}.TensorProperties"] = Properties
+    return table | records(_SHARDED, *_FORMATS)
+
+
+CLASSES = _entries()
+"""All that torch's metadata may name."""

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A flat state nested again, along the paths that torch keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from shardkeep.errors import FormatError
+
+__all__ = ["nested"]
+
+_GAPS = 10_000
+"""Items that a list may lack."""
+
+
+def nested(
+    leaves: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]] | None, where: str
+) -> dict[Any, Any]:
+    """The state as it was before torch flattened it; names without a path stay as they are.
+
+    Texts in a path are keys of dicts, numbers are places in lists.
+    """
+    if paths is None:
+        return dict(leaves)
+    root = _Keys()
+    for fqn, value in leaves.items():
+        path = paths.get(fqn, (fqn,))
+        at: Any = root
+        for key, following in pairwise(path):
+            at = _inner(at, key, following, fqn, where)
+        _check_key(at, path[-1], fqn, where)
+        if path[-1] in at:
+            raise FormatError(f"{where}: {fqn} lies where something else does")
+        at[path[-1]] = value
+    return _finished(root, where)  # type: ignore[no-any-return]
+
+
+class _Keys(dict[Any, Any]):
+    """A dict that is being filled."""
+
+
+class _Items(dict[Any, Any]):
+    """A list that is being filled, in any order."""
+
+
+def _inner(at: Any, key: Any, following: Any, fqn: str, where: str) -> Any:
+    _check_key(at, key, fqn, where)
+    kind: type = _Items if type(following) is int else _Keys
+    inner = at.setdefault(key, kind())
+    if type(inner) is not kind:
+        raise FormatError(f"{where}: the path of {fqn} leads through something else")
+    return inner
+
+
+def _check_key(at: Any, key: Any, fqn: str, where: str) -> None:
+    if (type(key) is int) != (type(at) is _Items) or (type(key) is int and key < 0):
+        raise FormatError(f"{where}: the path of {fqn} leads through something else")
+
+
+def _finished(value: Any, where: str) -> Any:
+    """With dicts and lists in place of those that were filled."""
+    if type(value) is _Keys:
+        return {key: _finished(item, where) for key, item in value.items()}
+    if type(value) is not _Items:
+        return value
+    count = max(value) + 1
+    if count > 2 * len(value) + _GAPS:
+        raise FormatError(f"{where}: a list of {count} items has {len(value)} of them")
+    # torch leaves out empty containers, and puts None in their place.
+    return [_finished(value.get(at), where) for at in range(count)]
