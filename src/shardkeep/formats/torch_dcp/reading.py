@@ -87,11 +87,15 @@ def _describe(path: Path, name: str, rank: int, joined: Joined) -> None:
 
 
 def _leaves(path: Path, joined: Joined) -> Iterator[tuple[str, Any]]:
+    known: dict[object, StoredTensor] = {}
     with ItemFiles(path) as files:
         for fqn in joined.order:
             tensor = joined.tensors.get(fqn)
             if tensor is not None:
-                yield fqn, _tensor(path, fqn, tensor, joined, files)
+                made = _tensor(path, fqn, tensor, joined, files)
+                # The same bytes under two names are a tie.
+                place = (made.dtype, made.shape, made.parts or fqn)
+                yield fqn, known.setdefault(place, made)
             else:
                 yield fqn, _value(path, fqn, joined.values[fqn], files)
 
