@@ -22,7 +22,8 @@ __all__ = ["Classes", "Cut", "interpret"]
 Classes = Mapping[str, Callable[..., object] | Constant]
 """`module.name` to what stands in for it: called with what the pickle gives, or a constant."""
 
-_NOTHING: Final = object()
+_number4 = struct.Struct("<I").unpack_from
+_NOTHING: Final = Global("a memo that was never put", lambda *_: None)
 
 
 class Cut(CorruptionError):
@@ -96,19 +97,47 @@ class _Machine:
         self.odd_keys = limits.odd_keys
 
     def run(self) -> object:
-        data, table, end = self.data, _OPCODES, len(self.data)
-        while self.pos < end:
-            code = data[self.pos]
-            self.pos += 1
-            if code == _STOP:
-                if self.marks or len(self.stack) != 1:
-                    raise ValueError("it stops with other than one value")
-                return self.stack.pop()
-            action = table[code]
-            if action is None:
-                self.unknown(code)
-            action(self)
+        data, table, memo, end = self.data, _OPCODES, self.memo, len(self.data)
+        pos, stack, memoize = self.pos, self.stack, _MEMOIZE
+        while pos < end:
+            code = data[pos]
+            pos += 1
+            # What metadata of millions of chunks mostly consists of, without a call for each.
+            if code == memoize:
+                memo.append(stack[-1])
+            elif code == _BINGET and pos < end:
+                stack.append(memo[data[pos]])
+                pos += 1
+            elif code == _LONG_BINGET and pos + 4 <= end:
+                stack.append(memo[_number4(data, pos)[0]])
+                pos += 4
+            elif code == _BININT1 and pos < end:
+                stack.append(data[pos])
+                pos += 1
+            elif code == _TUPLE2:
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif code == _TUPLE1:
+                stack[-1] = (stack[-1],)
+            elif code == _EMPTY_TUPLE:
+                stack.append(())
+            elif code == _STOP:
+                self.pos = pos
+                return self.stop()
+            else:
+                self.pos = pos
+                action = table[code]
+                if action is None:
+                    self.unknown(code)
+                action(self)
+                pos, stack = self.pos, self.stack
+        self.pos = pos
         raise self.cut()
+
+    def stop(self) -> object:
+        if self.marks or len(self.stack) != 1:
+            raise ValueError("it stops with other than one value")
+        return self.stack.pop()
 
     # --- refusals ------------------------------------------------------------------------------
 
@@ -184,7 +213,9 @@ class _Machine:
             raise self.unsafe(f"calls a {type(function).__name__}")
         if type(args) is not tuple:
             raise ValueError("arguments are no tuple")
-        self.made()
+        self.containers -= 1
+        if self.containers < 0:
+            raise self.heavy()
         if function.name in _HASHING:
             for argument in args:
                 self.check_keys(argument)
@@ -219,15 +250,14 @@ class _Machine:
             memo[index] = value
         elif index > len(self.data) or index < 0:
             raise ValueError(f"there is no memo {index}")
-        else:
+        else:  # what is in between was never put, and is nothing that could be used
             memo.extend([_NOTHING] * (index - len(memo)))
             memo.append(value)
 
     def get(self, index: int) -> None:
-        value = self.memo[index] if 0 <= index < len(self.memo) else _NOTHING
-        if value is _NOTHING:
+        if not 0 <= index < len(self.memo):
             raise ValueError(f"memo {index} was never put")
-        self.stack.append(value)
+        self.stack.append(self.memo[index])
 
     def items(self) -> list[Any]:
         """All since the last mark."""
@@ -277,12 +307,21 @@ class _Machine:
             raise self.unsafe(f"appends to a {type(target).__name__}")
         target.extend(items)
 
+    def set_items(self) -> None:
+        items = self.stack
+        self.stack = self.marks.pop()
+        self.set_all(items)
+
     def set_all(self, items: list[Any]) -> None:
-        target, keys = self.stack[-1], items[::2]
+        target = self.stack[-1]
         if type(target) not in _MAPPINGS:
             raise self.unsafe(f"sets items of a {type(target).__name__}")
-        self.check_keys(keys)
-        for key, value in zip(keys, items[1::2], strict=True):
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        rest = iter(items)
+        for key, value in zip(rest, rest, strict=True):
+            if type(key) is not str:
+                self.check_keys([key])
             target[key] = value
 
     def add_all(self) -> None:
@@ -302,7 +341,9 @@ class _Machine:
             raise type(error)(f"{self.where}: {error}") from error
 
     def fresh(self, container: object) -> None:
-        self.made()
+        self.containers -= 1
+        if self.containers < 0:
+            raise self.heavy()
         self.stack.append(container)
 
     def frozen(self) -> None:
@@ -338,20 +379,17 @@ class _Machine:
             raise ValueError("a text without quotes")
         self.old_string(codecs.escape_decode(text[1:-1])[0])
 
-    def short_unicode(self) -> None:  # the most frequent of all, so without `take`
+    def short_text(self) -> None:
         low = self.pos + 1
-        if low > len(self.data):
-            raise self.cut()
-        self.pos = high = low + self.data[low - 1]
+        high = low + self.number(1)
         if high > len(self.data):
             raise self.cut()
+        self.pos = high
         self.stack.append(self.data[low:high].decode())
 
-    def tuple_of(self, count: int) -> None:
-        stack = self.stack
-        if len(stack) < count:
-            raise ValueError("a tuple of more than there is")
-        stack[-count:] = [tuple(stack[-count:])]
+    def tuple_of_three(self) -> None:
+        last, second = self.stack.pop(), self.stack.pop()
+        self.stack[-1] = (self.stack[-1], second, last)
 
     def tuple_of_all(self) -> None:
         items = tuple(self.items())
@@ -379,6 +417,13 @@ class _Machine:
 
 
 _STOP: Final = ord(".")
+_MEMOIZE: Final = 0x94
+_BININT1: Final = ord("K")
+_BINGET: Final = ord("h")
+_LONG_BINGET: Final = ord("j")
+_EMPTY_TUPLE: Final = ord(")")
+_TUPLE1: Final = 0x85
+_TUPLE2: Final = 0x86
 _MAPPINGS: Final = frozenset({dict, OrderedDict, Counter})
 # What calls copy, in bytes for each element.
 _SIZED: Final[dict[type, int]] = {
@@ -430,23 +475,20 @@ _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"r": lambda m: m.put(m.number(4)),
     b"s": lambda m: m.set_all([m.stack.pop(-2), m.stack.pop()]),
     b"t": _Machine.tuple_of_all,
-    b"u": lambda m: m.set_all(m.items()),
+    b"u": _Machine.set_items,
     b"}": lambda m: m.fresh({}),
     b"]": lambda m: m.fresh([]),
-    b")": lambda m: m.stack.append(()),
     b"G": _double,
     b"B": lambda m: m.stack.append(m.take(m.number(4))),
     b"C": lambda m: m.stack.append(m.take(m.number(1))),
     b"\x80": _Machine.protocol,
     b"\x81": _Machine.reduce,
-    b"\x85": lambda m: m.tuple_of(1),
-    b"\x86": lambda m: m.tuple_of(2),
-    b"\x87": lambda m: m.tuple_of(3),
+    b"\x87": _Machine.tuple_of_three,
     b"\x88": lambda m: m.stack.append(True),
     b"\x89": lambda m: m.stack.append(False),
     b"\x8a": lambda m: m.long(m.number(1)),
     b"\x8b": lambda m: m.long(m.number(4)),
-    b"\x8c": _Machine.short_unicode,
+    b"\x8c": _Machine.short_text,
     b"\x8d": lambda m: m.stack.append(m.take(m.number(8)).decode()),
     b"\x8e": lambda m: m.stack.append(m.take(m.number(8))),
     b"\x8f": lambda m: m.fresh(set()),

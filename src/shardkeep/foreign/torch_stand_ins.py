@@ -259,10 +259,13 @@ def _refused(what: str) -> Callable[..., object]:
     return make
 
 
+_INTS = {int}
+
+
 def _size(items: object = ()) -> TorchSize:
-    if not isinstance(items, (tuple, list)) or len(items) > 1000:
+    if type(items) is not tuple and type(items) is not list:
         raise ValueError("a size of no numbers")
-    if not all(type(n) is int for n in items):
+    if items and (len(items) > 1000 or set(map(type, items)) != _INTS):
         raise ValueError("a size of no numbers")
     return TorchSize(items)
 

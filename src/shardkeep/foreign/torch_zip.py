@@ -43,6 +43,8 @@ class Entry:
     """Its length."""
     crc: int
     """CRC-32 of its bytes."""
+    row: int
+    """Where the directory tells of it, counted from the start of the archive."""
 
 
 class Archive:
@@ -145,7 +147,7 @@ class Archive:
                 )
             if name in entries:
                 raise self._broken(f"it has {name:.100} twice")
-            entries[name] = Entry(header, size, crc)
+            entries[name] = Entry(header, size, crc, self._payload_end + at)
             at = stop
         if len(entries) != self._count:
             raise self._broken(f"{len(entries)} entries, expected {self._count}")
@@ -198,6 +200,17 @@ class Archive:
         if begin + entry.nbytes > limit:
             raise self._broken(f"{name:.100} overlaps what follows it")
         return int(self.start + begin)
+
+    def of_content(self, name: str) -> list[tuple[int, int]]:
+        """Which bytes of the archive depend on what an entry holds: its own, and its CRC-32s."""
+        entry = self.entries[name]
+        begin = self.locate(name) - self.start
+        end = begin + entry.nbytes
+        # In its header, in the directory, and perhaps in a record of its own that follows.
+        spans = [(entry.header + 14, entry.header + 18), (entry.row + 16, entry.row + 20)]
+        if self._bytes(end, min(4, self.nbytes - end)) == b"PK\7\10":
+            return [*spans, (begin, end), (end + 4, end + 8)]
+        return [*spans, (begin, end)]
 
     def read(self, name: str, most: int) -> bytes:
         """The bytes of an entry, checked."""

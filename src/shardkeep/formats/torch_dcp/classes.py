@@ -11,7 +11,7 @@ from typing import Any
 
 from shardkeep.foreign.graphs import Constant, StandIn
 from shardkeep.foreign.stand_ins import Record, records
-from shardkeep.foreign.torch_stand_ins import TORCH, TorchDType
+from shardkeep.foreign.torch_stand_ins import TORCH, TorchDType, TorchSize
 
 __all__ = ["CLASSES", "Bytes", "Chunk", "Description", "Index", "Info", "Properties", "Tensor"]
 
@@ -25,6 +25,8 @@ def _require(fine: bool, wrong: str) -> None:
 
 
 def _sizes(given: Any) -> Ints:
+    if type(given) is TorchSize and len(given) <= _DIMENSIONS and min(given, default=0) >= 0:
+        return tuple(given)
     _require(isinstance(given, (tuple, list)) and len(given) <= _DIMENSIONS, "odd sizes")
     _require(all(type(n) is int and n >= 0 for n in given), "odd sizes")
     return tuple(given)
@@ -48,9 +50,9 @@ class Chunk(StandIn):
 
     def build(self, state: Any) -> None:
         """Take offsets and sizes."""
-        fields = _attributes(state)
-        self.offsets, self.sizes = _sizes(fields["offsets"]), _sizes(fields["sizes"])
-        _require(len(self.offsets) == len(self.sizes), "offsets and sizes that do not match")
+        self.offsets, self.sizes = _sizes(state["offsets"]), _sizes(state["sizes"])
+        if len(self.offsets) != len(self.sizes):
+            raise ValueError("offsets and sizes that do not match")
 
 
 class Index(StandIn):
@@ -67,9 +69,10 @@ class Index(StandIn):
     def build(self, state: Any) -> None:
         """Take name and offset; the hint is of no use here."""
         fields = _attributes(state)
-        offset = fields.get("offset")
-        _require(type(fields["fqn"]) is str, "an index without a name")
-        self.fqn, self.offset = fields["fqn"], None if offset is None else _sizes(offset)
+        offset, self.fqn = fields.get("offset"), fields["fqn"]
+        self.offset = None if offset is None else _sizes(offset)
+        if type(self.fqn) is not str:
+            raise ValueError("an index without a name")
 
 
 class Info(StandIn):
@@ -90,11 +93,14 @@ class Info(StandIn):
         self.path, self.offset = fields["relative_path"], fields["offset"]
         self.length = fields["length"]
         transforms = fields.get("transform_descriptors") or ()
-        _require(type(self.path) is str and self.path != "", "an item in no file")
-        _require(type(self.offset) is int and self.offset >= 0, "an item at no offset")
-        _require(type(self.length) is int and self.length >= 0, "an item of no length")
-        _require(isinstance(transforms, (list, tuple)), "odd transforms")
-        _require(all(type(name) is str for name in transforms), "odd transforms")
+        if type(self.path) is not str or not self.path:
+            raise ValueError("an item in no file")
+        if type(self.offset) is not int or type(self.length) is not int:
+            raise ValueError("an item at no offset")
+        _require(self.offset >= 0 and self.length >= 0, "an item at no offset")
+        if transforms:
+            _require(isinstance(transforms, (list, tuple)), "odd transforms")
+            _require(all(type(name) is str for name in transforms), "odd transforms")
         self.transforms = tuple(transforms)
 
 

@@ -76,12 +76,17 @@ def describe(
         for name, (_, _, items) in leaves.items()
         for number, item in enumerate(items)
     }
-    nothing: dict[str, Any] = {"checkpoint_id": None, "save_id": None, "load_id": None, "modules": []}
+    nothing: dict[str, Any] = {
+        "checkpoint_id": None,
+        "save_id": None,
+        "load_id": None,
+        "modules": [],
+    }
     state = {
         "state_dict_metadata": stored,
         "planner_data": {name: path for name, (path, _, _) in leaves.items()},
         "storage_data": places,
-        "storage_meta": _Object("StorageMeta", nothing),
+        "storage_meta": _Object("StorageMeta", {**nothing, "modules": []}),
         "version": VERSION,
     }
     pickling = Pickling(weights_only=False, storage=lambda tensor: "")

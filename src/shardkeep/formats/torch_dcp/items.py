@@ -28,6 +28,7 @@ from shardkeep.foreign.torch_objects import (
 )
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage, TensorView
 from shardkeep.foreign.torch_zip import Archive
+from shardkeep.formats.torch_dcp.alike import Alike
 from shardkeep.formats.torch_dcp.classes import Info
 from shardkeep.formats.torch_dcp.safetensors_items import SafetensorsItems
 from shardkeep.formats.torch_dcp.transforms import LastUnpacked, Unpacked, unpack
@@ -36,6 +37,8 @@ __all__ = ["ItemFiles"]
 
 Ints = tuple[int, ...]
 
+_ALIKE = 4
+"""Archives of one length that an item is compared with."""
 _VALUE = 1 << 30
 """Most bytes of a value that is unpacked."""
 
@@ -49,6 +52,7 @@ class ItemFiles(Closing):
         self._files: dict[str, OpenedFile] = {}
         self._tables: dict[tuple[str, int], SafetensorsItems] = {}
         self._views: dict[bytes, _View] = {}
+        self._alike: dict[tuple[object, ...], list[Alike]] = {}
         self._last = LastUnpacked()
 
     def close(self) -> None:
@@ -79,17 +83,25 @@ class ItemFiles(Closing):
     def tensor(self, fqn: str, dtype: str, sizes: Ints, info: Info) -> Raw | Made:
         """Where the elements of an item are."""
         file = self._checked(fqn, info)
+        alike = self._alike.setdefault(() if info.transforms else (info.length, dtype, sizes), [])
+        for one in alike:
+            if one.fits(file.read, info.offset):
+                return Raw(info.path, info.offset + one.start, one.steps)
         where = self._where(fqn, info)
         if info.transforms:
             return Unpacked(self.path, info, dtype, sizes, where, self._in_archive, self._last)
         if file.read(info.offset, 4) != b"PK\3\4":
             return self._in_table(file, fqn, dtype, sizes, info)
         archive = Archive(file.read, info.offset, info.length, where)
-        start, steps = self._in_archive(archive, dtype, sizes)
+        start, steps, storage = self._in_archive(archive, dtype, sizes)
+        if len(alike) < _ALIKE:
+            alike.append(Alike.of(archive, storage, start - info.offset, steps, file.read))
         return Raw(info.path, start, steps)
 
-    def _in_archive(self, archive: Archive, dtype: str, sizes: Ints) -> tuple[int, Ints | None]:
-        """Where elements begin, and their strides, in an archive that holds one tensor."""
+    def _in_archive(
+        self, archive: Archive, dtype: str, sizes: Ints
+    ) -> tuple[int, Ints | None, str]:
+        """Where elements begin, their strides, and their entry, if an archive holds one tensor."""
         members = Members(archive)
         data = members.pickle()
         view = self._views.get(data)
@@ -100,7 +112,7 @@ class ItemFiles(Closing):
             raise CorruptionError(
                 f"{archive.where}: a tensor of {view.dtype} {view.shape}, expected {dtype} {sizes}"
             )
-        return storage.place + view.start, view.steps
+        return storage.place + view.start, view.steps, f"{members.folder}data/{view.storage[2]}"
 
     def _in_table(self, file: OpenedFile, fqn: str, dtype: str, sizes: Ints, info: Info) -> Raw:
         table = self._tables.get((info.path, info.offset))
@@ -149,12 +161,12 @@ class _View:
     start: int
     """Byte of its storage at which it begins."""
     steps: Ints | None
-    storage: object
+    storage: tuple[Any, ...]
     """The persistent id of its storage."""
 
 
 def _view_of(data: bytes, where: str) -> _View:
-    named: list[object] = []
+    named: list[tuple[Any, ...]] = []
 
     def persistent(given: Any) -> Storage:
         kind, _, count = storage_id(given)

@@ -21,7 +21,7 @@ from shardkeep.formats.torch_dcp.classes import Info
 __all__ = ["LastUnpacked", "Unpacked", "unpack"]
 
 Ints = tuple[int, ...]
-Locate = Callable[[Archive, str, Ints], tuple[int, Ints | None]]
+Locate = Callable[[Archive, str, Ints], tuple[int, Ints | None, str]]
 
 _AROUND = 1 << 20
 """Bytes of an archive beside the elements."""
@@ -97,5 +97,5 @@ class Unpacked:
         most = math.prod(self._sizes) * TABLE[self._dtype].itemsize + _AROUND
         data = unpack(packed, info.transforms, most, self._where)
         archive = Archive(lambda at, count: data[at : at + count], 0, len(data), self._where)
-        start, steps = self._locate(archive, self._dtype, self._sizes)
+        start, steps, _ = self._locate(archive, self._dtype, self._sizes)
         return elements_at(data, start, self._dtype, self._sizes, steps or row_major(self._sizes))
