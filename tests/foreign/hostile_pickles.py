@@ -49,6 +49,9 @@ def gadgets() -> dict[str, bytes]:
     def pairs(first: int) -> bytes:
         return b"".join(two(i) + b"\x86\x940" for i in range(first, 60))
 
+    array = call(
+        "numpy.core.multiarray", "_reconstruct", glob("numpy", "ndarray"), ints(0), b"C\x01b"
+    )
     sized = glob("collections", "OrderedDict") + b")R"
     every = {
         # --- code by name
@@ -138,13 +141,12 @@ def gadgets() -> dict[str, bytes]:
         "a tensor of a text": p4(call("torch._utils", "_rebuild_tensor_v2", u("x"), b"K\x00",
                                       ints(1), ints(1), b"\x89", b"N")),
         "an array of more than there is": p4(
-            call("numpy.core.multiarray", "_reconstruct", glob("numpy", "ndarray"), ints(0), b"C\x01b")
-            + b"(K\x01" + ints(2**40) + call("numpy", "dtype", u("f4"), b"\x89", b"\x88")
+            array + b"(K\x01" + ints(2**40) + call("numpy", "dtype", u("f4"), b"\x89", b"\x88")
             + b"\x89C\x04abcdtb"
         ),
         "an array of objects": p4(
-            call("numpy.core.multiarray", "_reconstruct", glob("numpy", "ndarray"), ints(0), b"C\x01b")
-            + b"(K\x01" + ints(1) + call("numpy", "dtype", u("O"), b"\x89", b"\x88") + b"\x89]tb"
+            array + b"(K\x01" + ints(1)
+            + call("numpy", "dtype", u("O"), b"\x89", b"\x88") + b"\x89]tb"
         ),
         # --- memory and time
         "BYTEARRAY8 of terabytes": b"\x80\x05\x96" + struct.pack("<Q", 2**42) + b"x.",
@@ -235,12 +237,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (room, room))
     before = set(sys.modules)
     for name, data in every.items():
-        start = time.perf_counter()
+        start = time.process_time()  # others may be busy on the machine
         try:
             text, kind = f"gave {type(read(data))}", "nothing"
         except BaseException as error:
             text, kind = str(error), type(error).__name__
-        took = time.perf_counter() - start
+        took = time.process_time() - start
         line = {"name": name, "kind": kind, "text": text, "s": took}
         print(json.dumps(line), flush=True)
     print(json.dumps({"imported": sorted(set(sys.modules) - before)}))

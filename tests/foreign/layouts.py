@@ -68,7 +68,7 @@ def write(files, bits, folder: Path) -> None:
         assert end <= file.size
         for segment in file.segments:
             if isinstance(segment, Late):
-                made = segment.make(lambda part: crcs[id(part)])
+                made = segment.make(lambda part, crcs=crcs: crcs[id(part)])
                 assert len(made) == segment.nbytes
                 data[segment.start : segment.start + segment.nbytes] = made
         path = folder / file.name if file.name else folder

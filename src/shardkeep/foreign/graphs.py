@@ -27,7 +27,7 @@ class Limits:
     """Containers inside each other, in what is built."""
     marks: int = 1000
     """The same while it is being built."""
-    containers: int = 300_000
+    containers: int = 150_000
     """Containers beyond one for each 8 bytes of the pickle."""
     copies: int = 64 << 20
     """Bytes copied by calls beyond 8 for each byte of the pickle."""
