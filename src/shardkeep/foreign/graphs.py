@@ -82,6 +82,8 @@ class StandIn:
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex})
 _SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_CHOSEN = 4
+"""What a key counts whose hash is easily chosen: others are slow to find."""
 _PLAIN_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
@@ -177,7 +179,7 @@ def check_key(key: Any, where: str, depth: int = 0) -> int:
     if kind in _PLAIN_KEYS or isinstance(key, StandIn):
         return 0
     if kind is int:
-        return 0 if -(2**64) < key < 2**64 else 1
+        return 0 if -(2**64) < key < 2**64 else _CHOSEN
     if kind is Global:
         raise UnsafeCheckpointError(f"{where}: {key.name} is used as a key")
     if isinstance(key, tuple):
@@ -189,4 +191,4 @@ def check_key(key: Any, where: str, depth: int = 0) -> int:
             if count > 10_000:
                 raise FormatError(f"{where}: a tuple too large for a key")
         return count
-    return 1
+    return _CHOSEN

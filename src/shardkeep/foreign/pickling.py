@@ -12,8 +12,10 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from shardkeep.boxes import strides as row_major
-from shardkeep.dtypes import lookup
+from shardkeep.dtypes import TABLE, lookup
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.foreign.layout import OutTensor
 
@@ -183,7 +185,7 @@ class Pickling:
 
     def _other(self, value: Any, path: str, depth: int) -> None:
         kind = type(value)
-        if self._weights_only or kind.__module__ not in _MODULES:
+        if self._weights_only or not _reduces(value):
             raise UnsupportedValueError(
                 f"{path}: a value of type {kind.__module__}.{kind.__qualname__} cannot be written "
                 "for torch to load; convert it, or leave it out"
@@ -275,7 +277,19 @@ _ATOMS: dict[type, Callable[[Pickling, Any, str], None]] = {
     bytearray: Pickling._bytearray,
     complex: Pickling._complex,
 }
-_MODULES = frozenset(
-    {"builtins", "collections", "datetime", "decimal", "fractions", "pathlib", "pathlib._local",
-     "uuid", "numpy", "ml_dtypes", "numpy.dtypes"}
+_EXACT = frozenset(
+    {"builtins.frozenset", "builtins.range", "builtins.slice", "collections.deque",
+     "datetime.datetime", "datetime.date", "datetime.time", "datetime.timedelta",
+     "datetime.timezone", "decimal.Decimal", "fractions.Fraction", "uuid.UUID",
+     "pathlib.PosixPath", "pathlib.WindowsPath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath"}
 )  # fmt: skip
+
+
+def _reduces(value: object) -> bool:
+    """Whether a value is plain, and tells itself how it is pickled."""
+    kind = type(value)
+    if f"{kind.__module__.removesuffix('._local')}.{kind.__qualname__}" in _EXACT:
+        return True
+    if isinstance(value, (np.number, np.bool_)):
+        return kind.__module__ == "numpy" and value.dtype.name in TABLE
+    return isinstance(value, np.dtype) and value.name in TABLE

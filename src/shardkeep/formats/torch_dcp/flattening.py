@@ -48,7 +48,10 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _splits(items: list[Any]) -> bool:
+    """As torch does, for what is left once empty mappings are values."""
     return any(
-        isinstance(item, (Mapping, OutTensor)) or (type(item) is list and _splits(item))
+        isinstance(item, OutTensor)
+        or (isinstance(item, Mapping) and len(item) > 0)
+        or (type(item) is list and _splits(item))
         for item in items
     )
