@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from tests.foreign.hostile_pickles import call, p4, u
 from tests.foreign.layouts import elements_of, outline_of, write
 from tests.formats.test_torch_save import DTYPES, bits, tensor_of, trees
@@ -551,6 +553,31 @@ def test_files_that_are_cut_missing_or_elsewhere(good, tmp_path):
     assert not torch_dcp.recognises(good)
     with pytest.raises(FormatError, match="not finished"):
         torch_dcp.find(good)
+
+
+@settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(st.data(), st.sampled_from([".metadata", "__0_0.distcp"]))
+def test_any_damage_gives_a_state_or_a_checkpoint_error(good, data, name):
+    file = good / name
+    whole = file.read_bytes()
+    try:
+        new = bytearray(whole)
+        for _ in range(data.draw(st.integers(1, 4))):
+            new[data.draw(st.integers(0, len(new) - 1))] = data.draw(st.integers(0, 255))
+        file.write_bytes(new)
+        with contextlib.suppress(CheckpointError), shardkeep.open(good) as opened:
+            opened.state_dict(as_="numpy")
+    finally:
+        file.write_bytes(whole)
+
+
+def test_more_files_than_may_be_open_at_once(tmp_path):
+    state = {f"{at}": torch.full((2,), float(at)) for at in range(150)}
+    laid_out(state, tmp_path / "w", file_bytes=1)
+    assert len(list((tmp_path / "w").iterdir())) == 151
+    assert_same(torch_dcp.find(tmp_path / "w").state, state, tmp_path / "w")
 
 
 def test_other_directories_are_not_recognised(tmp_path):

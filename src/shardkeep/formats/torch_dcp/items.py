@@ -8,6 +8,7 @@ elements are the same.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,8 @@ __all__ = ["ItemFiles"]
 
 Ints = tuple[int, ...]
 
+_OPEN = 64
+"""Files kept open at a time."""
 _ALIKE = 4
 """Archives of one length that an item is compared with."""
 _VALUE = 1 << 30
@@ -48,8 +51,7 @@ class ItemFiles(Closing):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._stack = ExitStack()
-        self._files: dict[str, OpenedFile] = {}
+        self._files: OrderedDict[str, tuple[ExitStack, OpenedFile]] = OrderedDict()
         self._tables: dict[tuple[str, int], SafetensorsItems] = {}
         self._views: dict[bytes, _View] = {}
         self._alike: dict[tuple[object, ...], list[Alike]] = {}
@@ -57,12 +59,18 @@ class ItemFiles(Closing):
 
     def close(self) -> None:
         """Let go of the files."""
-        self._stack.close()
+        while self._files:
+            self._files.popitem()[1][0].close()
 
     def _file(self, name: str) -> OpenedFile:
-        file = self._files.get(name)
-        if file is None:
-            file = self._files[name] = self._stack.enter_context(opened(self.path, name))
+        if name in self._files:
+            self._files.move_to_end(name)
+            return self._files[name][1]
+        if len(self._files) >= _OPEN:  # torch can be told to write a file for each item
+            self._files.popitem(last=False)[1][0].close()
+        stack = ExitStack()
+        file = stack.enter_context(opened(self.path, name))
+        self._files[name] = (stack, file)
         return file
 
     def _where(self, fqn: str, info: Info) -> str:
