@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the metadata of all ranks and the tensor files amount to: one state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.foreign import pickles
+from shardkeep.foreign.below import file_below, read_exactly, regular_size
+from shardkeep.foreign.found import Part, Raw, StoredTensor
+from shardkeep.foreign.torch_objects import Finishing
+from shardkeep.foreign.torch_stand_ins import TORCH
+from shardkeep.formats.hyper_parallel.data_files import DataFiles
+from shardkeep.formats.hyper_parallel.metadata_files import Box, Location, Metadata, Tensor
+from shardkeep.formats.hyper_parallel.nesting import nested
+
+__all__ = ["state_of"]
+
+_WHOLE = 1 << 20
+"""Copies up to this size are compared in full, larger ones here and there."""
+_SAMPLE = 1 << 16
+_MAX_VALUE = 1 << 30
+
+
+@dataclass
+class _Copies:
+    """One tensor as the ranks that hold some of it tell of it."""
+
+    tensor: Tensor
+    parts: dict[Box, list[tuple[int | None, Part]]] = field(default_factory=dict)
+
+
+def state_of(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
+    """The state, nested where the checkpoint says how."""
+    files = DataFiles(root)
+    leaves: dict[str, Any] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    ties: dict[Any, Any] = {}
+    for name, copies in _gathered(all_metadata, files).items():
+        leaf = _tensor(root, name, copies)
+        key = (leaf.dtype, leaf.shape, leaf.parts) if isinstance(leaf, StoredTensor) else None
+        leaves[name] = ties.setdefault(key, leaf) if key and leaf.parts else leaf
+    for name, found in _values(root, all_metadata).items():
+        if name in leaves:
+            raise FormatError(f"{root}: {name} is a tensor on one rank and a value on another")
+        leaves[name] = found
+    for metadata in all_metadata:
+        paths |= metadata.paths
+    return nested(leaves, paths, str(root))
+
+
+def _gathered(all_metadata: list[Metadata], files: DataFiles) -> dict[str, _Copies]:
+    out: dict[str, _Copies] = {}
+    for metadata in all_metadata:
+        for name, tensor in metadata.tensors.items():
+            copies = out.setdefault(name, _Copies(tensor))
+            if copies.tensor != tensor:
+                raise FormatError(
+                    f"{metadata.source}: {name} has shape {tensor.shape} and type {tensor.dtype}, "
+                    f"and on another rank {copies.tensor.shape} and {copies.tensor.dtype}"
+                )
+            for box in dict.fromkeys(metadata.boxes[name]):
+                held = copies.parts.setdefault(box, [])
+                held += [(metadata.rank, part) for part in _parts(metadata, files, name, box)]
+    return out
+
+
+def _parts(metadata: Metadata, files: DataFiles, name: str, box: Box) -> Iterator[Part]:
+    tensor, (offsets, sizes) = metadata.tensors[name], box
+    places = metadata.places.get((name, offsets))
+    if not places and not any(offsets):
+        places = metadata.places.get((name, ()))
+    if not places:
+        raise CorruptionError(
+            f"{metadata.source} does not say where the box of {name} at {offsets} lies",
+            names=[name],
+        )
+    for place in dict.fromkeys(places):
+        stored = files.tensor(place.file, place.key)
+        if stored.shape != sizes or stored.dtype != tensor.dtype:
+            raise FormatError(
+                f"{place.file} holds {place.key} of shape {stored.shape} and type {stored.dtype}; "
+                f"{metadata.source} tells of {sizes} and {tensor.dtype}"
+            )
+        if 0 not in sizes:
+            yield Part(offsets, sizes, stored.parts[0].place)
+
+
+def _tensor(root: Path, name: str, copies: _Copies) -> Any:
+    """A tensor; or, where ranks hold different ones under one name, all of them by rank."""
+    tensor = copies.tensor
+    if _all_same(root, copies):
+        parts = tuple(held[0][1] for held in copies.parts.values() if held)
+        return StoredTensor(tensor.dtype, tensor.shape, parts, tensor.requires_grad)
+    by_rank: dict[int | None, list[Part]] = {}
+    for held in copies.parts.values():
+        for rank, part in held:
+            by_rank.setdefault(rank, []).append(part)
+    if None in by_rank or len(copies.parts) > 1:
+        raise CorruptionError(
+            f"{root}: there are copies of {name} that differ, and nothing says which is right",
+            names=[name],
+        )
+    return {
+        f"rank{rank}": StoredTensor(tensor.dtype, tensor.shape, tuple(parts), tensor.requires_grad)
+        for rank, parts in by_rank.items()
+    }
+
+
+def _all_same(root: Path, copies: _Copies) -> bool:
+    for held in copies.parts.values():
+        if len(held) > 1:
+            nbytes = StoredTensor(copies.tensor.dtype, held[0][1].sizes, ()).nbytes
+            looks = {_look(root, part, nbytes) for _, part in held}
+            if len(looks - {None}) > 1:
+                return False
+    return True
+
+
+def _look(root: Path, part: Part, nbytes: int) -> bytes | None:
+    """Some bytes of a part that tell it from another; None where it does not lie in one piece."""
+    place = part.place
+    if not isinstance(place, Raw) or place.strides is not None:
+        return None
+    path = file_below(root, place.file)
+    if nbytes <= _WHOLE:
+        return read_exactly(path, place.start, nbytes)
+    middle = (nbytes - _SAMPLE) // 2
+    spots = (0, middle, nbytes - _SAMPLE)
+    return b"".join(read_exactly(path, place.start + spot, _SAMPLE) for spot in spots)
+
+
+def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
+    """Plain values; where ranks differ under one name, all of them by rank."""
+    held: dict[str, dict[int | None, bytes]] = {}
+    for metadata in all_metadata:
+        for name in metadata.values:
+            places = metadata.places.get((name, ()))
+            if not places:
+                raise CorruptionError(
+                    f"{metadata.source} does not say where {name} lies", names=[name]
+                )
+            held.setdefault(name, {})[metadata.rank] = _bytes(root, name, places[-1])
+    out: dict[str, Any] = {}
+    for name, by_rank in held.items():
+        values = {rank: _value(root, name, data) for rank, data in by_rank.items()}
+        if len(set(by_rank.values())) == 1:
+            out[name] = next(iter(values.values()))
+        else:
+            out[name] = {f"rank{rank}": value for rank, value in values.items()}
+    return out
+
+
+def _bytes(root: Path, name: str, place: Location) -> bytes:
+    path = file_below(root, place.file)
+    length = regular_size(path) if place.length < 0 else place.length
+    if length > _MAX_VALUE:
+        raise FormatError(f"{path}: the value {name} has more than {_MAX_VALUE >> 30} GiB")
+    return read_exactly(path, place.offset, length)
+
+
+def _value(root: Path, name: str, data: bytes) -> Any:
+    """What bytes mean: a pickle, or themselves, since that is how `bytes` are written."""
+    if data[:1] != b"\x80" or data[-1:] != b".":
+        return data
+    where = f"{name} in {root}"
+    try:
+        value, end = pickles.load_next(data, where=where, classes=TORCH)
+    except UnsafeCheckpointError as error:
+        error.add_note(
+            f"Everything else of {root} can be read once the value {name} is out of the way: save "
+            "it as plain values, or without it."
+        )
+        raise
+    except FormatError:
+        return data
+    return Finishing("", where).finished(value) if end == len(data) else data
