@@ -33,7 +33,8 @@ def elements(found: Found, tensor: StoredTensor) -> np.ndarray:
 def _part(found, part, bits):
     if not isinstance(part.place, Raw):
         read = part.place.read((0,) * len(part.sizes), part.sizes)
-        return np.ascontiguousarray(read).view(bits)
+        assert read.flags.c_contiguous or not part.sizes
+        return read.view(bits)
     data = (found.root / part.place.file if part.place.file else found.root).read_bytes()
     if part.place.strides is None:
         count = int(np.prod(part.sizes))

@@ -257,7 +257,7 @@ def _refuse_alone(use_collectives: bool, no_dist: bool) -> None:
     if not use_collectives and not no_dist:
         raise ValueError(
             "use_collectives=False lets every rank write metadata of its own, which says nothing "
-            "about the whole. Leave it out: ranks here exchange a few bytes and never hang. Or give "
+            "about the whole. Leave it out: ranks exchange a few bytes and never hang. Or give "
             "no_dist=True and each rank a path of its own."
         )
 

@@ -12,11 +12,11 @@ from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign import pickles
 from shardkeep.foreign.below import file_below, read_exactly, regular_size
 from shardkeep.foreign.found import Part, Raw, StoredTensor
+from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.torch_objects import Finishing
 from shardkeep.foreign.torch_stand_ins import TORCH
 from shardkeep.formats.hyper_parallel.data_files import DataFiles
 from shardkeep.formats.hyper_parallel.metadata_files import Box, Location, Metadata, Tensor
-from shardkeep.formats.hyper_parallel.nesting import nested
 
 __all__ = ["state_of"]
 
@@ -50,7 +50,10 @@ def state_of(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
         leaves[name] = found
     for metadata in all_metadata:
         paths |= metadata.paths
-    return nested(leaves, paths, str(root))
+    state = nested(leaves, paths, str(root))
+    if not isinstance(state, dict):
+        raise FormatError(f"{root}: the state is a list, not a dict of names")
+    return state
 
 
 def _gathered(all_metadata: list[Metadata], files: DataFiles) -> dict[str, _Copies]:

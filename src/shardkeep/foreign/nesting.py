@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardkeep.errors import FormatError
+from shardkeep.structure import MAX_DEPTH
 
 __all__ = ["nested"]
 
@@ -17,15 +18,16 @@ class _Branch(dict[Key, Any]):
     """A container that is being filled; a list where its keys are numbers."""
 
 
-def nested(
-    leaves: Mapping[str, Any], paths: Mapping[str, tuple[Key, ...]], where: str
-) -> dict[str, Any]:
-    """`leaves` by their paths; a name without one stays where it is, at the top."""
+def nested(leaves: Mapping[str, Any], paths: Mapping[str, tuple[Key, ...]], where: str) -> Any:
+    """`leaves` by their paths: dicts, and lists where the keys are numbers.
+
+    A name without a path stays where it is, at the top.
+    """
     root = _Branch()
     for name, leaf in leaves.items():
         path = paths.get(name, (name,))
-        if len(path) > 64:
-            raise FormatError(f"{where}: {name} is nested deeper than 64")
+        if not 0 < len(path) <= MAX_DEPTH:
+            raise FormatError(f"{where}: {name} is nested deeper than {MAX_DEPTH}")
         branch = root
         for key in path[:-1]:
             branch = branch.setdefault(key, _Branch())
@@ -34,9 +36,7 @@ def nested(
         if path[-1] in branch:
             raise FormatError(f"{where}: two things are at the place of {name}")
         branch[path[-1]] = leaf
-    if any(type(key) is not str for key in root):
-        raise FormatError(f"{where}: the state is a list, not a dict of names")
-    return {str(key): _closed(value, where) for key, value in root.items()}
+    return _closed(root, where)
 
 
 def _closed(value: Any, where: str) -> Any:

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that tensorstore reads, chunk by chunk."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardkeep.dtypes import lookup
+from shardkeep.errors import (
+    CorruptionError,
+    FormatError,
+    MissingDependencyError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from shardkeep.foreign.found import Array, Ints, Part, StoredTensor
+from shardkeep.foreign.shapes import checked_shape
+from shardkeep.formats.orbax.items import Tree
+
+__all__ = ["Arrays"]
+
+_MAX_PARTS = 1 << 18
+"""Chunks of one array that are told apart; one with more is read as a whole."""
+_MAX_CHUNK = 1 << 36
+_CACHED = 4
+"""Chunks that are kept decoded: what is read piece by piece is not decoded for each piece."""
+_SMALL_CACHE = 64 << 20
+
+
+def _tensorstore() -> Any:
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise MissingDependencyError(
+            "reading Orbax's checkpoints needs tensorstore: "
+            'pip install "shardkeep[orbax]" (or tensorstore alone)'
+        ) from error
+    return tensorstore
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """tensorstore's errors as ours."""
+    try:
+        yield
+    except (CorruptionError, FormatError, UnsafeCheckpointError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) < 300 else text[:300] + " ..."
+        raise CorruptionError(f"{what} cannot be read: {text}") from error
+
+
+class Arrays:
+    """The arrays of one item."""
+
+    def __init__(self, root: Path, tree: Tree) -> None:
+        """Nothing is opened yet."""
+        self._ts = _tensorstore()
+        self._root = root
+        self._tree = tree
+        self._largest = 0
+        self._lock = threading.Lock()
+        self._context: Any = None
+        self._open: dict[str, Any] = {}
+        _refuse_links(root)
+
+    def _spec(self, name: str) -> dict[str, Any]:
+        # A directory as a URL would need its name escaped; as a path it does not.
+        base = {"driver": "file", "path": f"{self._root}{os.sep}"}
+        if self._tree.use_ocdbt:
+            kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        else:
+            if ".." in name.split("/") or name.startswith("/") or "\0" in name or "\\" in name:
+                raise UnsafeCheckpointError(f"{self._root}: an array is called {name!r}")
+            kvstore = {"driver": "file", "path": f"{self._root}{os.sep}{name}{os.sep}"}
+        return {
+            "driver": "zarr3" if self._tree.use_zarr3 else "zarr",
+            "kvstore": kvstore,
+            "fill_missing_data_reads": not self._tree.is_filled,
+            # What another process does to a checkpoint that is being read is not followed.
+            "recheck_cached_metadata": "open",
+            "recheck_cached_data": "open",
+        }
+
+    def find(self, names: list[str]) -> dict[str, StoredTensor]:
+        """What there is under each of these names; looks at metadata only."""
+        opened = {}
+        for name in names:
+            with _told(f"{name} in {self._root}"):
+                opened[name] = self._ts.open(self._spec(name), open=True, read=True)
+        found = {}
+        for name, future in opened.items():
+            with _told(f"{name} in {self._root}"):
+                found[name] = self._tensor(name, future.result())
+        return found
+
+    def _tensor(self, name: str, store: Any) -> StoredTensor:
+        what = f"{name} in {self._root}"
+        try:
+            dtype = lookup(store.dtype.name)
+        except UnsupportedValueError as error:
+            raise FormatError(f"{what}: {error}") from error
+        if any(store.domain.origin):
+            raise FormatError(f"{what} does not begin at 0")
+        shape = checked_shape((int(n) for n in store.shape), what)
+        grid = store.chunk_layout.read_chunk.shape or shape
+        chunk = checked_shape((max(1, int(n)) for n in grid), what)
+        nbytes = math.prod(chunk) * dtype.itemsize
+        if nbytes > _MAX_CHUNK:
+            raise FormatError(f"{what} is said to have chunks of {nbytes} bytes")
+        self._largest = max(self._largest, nbytes)
+        if 0 in shape:
+            return StoredTensor(dtype.name, shape, ())
+        counts = [-(-n // c) for n, c in zip(shape, chunk, strict=True)]
+        if math.prod(counts) > _MAX_PARTS:
+            counts, chunk = [1] * len(shape), shape
+        parts = []
+        for place in itertools.product(*map(range, counts)):
+            low = tuple(p * c for p, c in zip(place, chunk, strict=True))
+            sizes = tuple(min(c, n - o) for c, n, o in zip(chunk, shape, low, strict=True))
+            parts.append(Part(low, sizes, _Chunk(self.store, name, what, low, dtype.bits())))
+        return StoredTensor(dtype.name, shape, tuple(parts))
+
+    def store(self, name: str) -> Any:
+        """An array, opened with a cache that all of them share."""
+        with self._lock:
+            if self._context is None:
+                limit = max(_SMALL_CACHE, _CACHED * self._largest)
+                self._context = self._ts.Context({"cache_pool": {"total_bytes_limit": limit}})
+            if name not in self._open:
+                self._open[name] = self._ts.open(
+                    self._spec(name), open=True, read=True, context=self._context
+                ).result()
+            return self._open[name]
+
+
+class _Chunk:
+    """A chunk of an array."""
+
+    __slots__ = ("_bits", "_low", "_name", "_store", "_what")
+
+    def __init__(
+        self,
+        store: Callable[[str], Any],
+        name: str,
+        what: str,
+        low: Ints,
+        bits: np.dtype[np.generic],
+    ) -> None:
+        self._store, self._name, self._what = store, name, what
+        self._low, self._bits = low, bits
+
+    def read(self, offsets: Ints, sizes: Ints) -> Array:
+        """Some of its elements."""
+        at = tuple(
+            slice(low + o, low + o + s) for low, o, s in zip(self._low, offsets, sizes, strict=True)
+        )
+        with _told(self._what):
+            block = self._store(self._name)[at].read().result()
+        return np.ascontiguousarray(block).reshape(sizes).view(self._bits)
+
+
+def _refuse_links(root: Path) -> None:
+    """tensorstore follows links wherever they lead, so none may lead out."""
+    inside = root.resolve()
+    for folder, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(folder, name)
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise UnsafeCheckpointError(
+                    f"{path} is a link that leaves the checkpoint's directory; it is not followed"
+                )

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which items an Orbax checkpoint has, and the tree of each: what its JSON files say."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
+from shardkeep.foreign.below import file_below, read_exactly, regular_size
+
+__all__ = ["TREE", "Leaf", "Tree", "is_checkpoint", "items_of", "read_json", "read_tree"]
+
+CHECKPOINT = "_CHECKPOINT_METADATA"
+TREE = "_METADATA"
+UNFINISHED = ".orbax-checkpoint-tmp"
+_MAX_JSON = 1 << 30
+_MAX_DEPTH = 64
+SEQUENCE, DICT = 1, 2
+
+Key = str | int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One entry of a tree."""
+
+    path: tuple[Key, ...]
+    """Keys from the root; an integer is a place in a list."""
+    name: str
+    """What its array is called in the store."""
+    kind: str
+    """Orbax's name of its type."""
+    is_empty: bool
+    """Whether nothing is stored of it: None, or an empty container."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The tree of one item."""
+
+    leaves: tuple[Leaf, ...]
+    """In Orbax's order."""
+    use_ocdbt: bool
+    """Whether arrays are packed into a few files."""
+    use_zarr3: bool
+    """Whether they are zarr 3, else zarr 2."""
+    is_filled: bool
+    """Whether every chunk is stored; else one that is not holds the fill value."""
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint, an item of one, or a folder of steps; never an error."""
+    try:
+        if not path.is_dir():
+            return False
+        for name, key in ((TREE, b'"tree_metadata"'), (CHECKPOINT, b'"item_handlers"')):
+            if (path / name).is_file() and key in read_exactly(path / name, 0, _some(path / name)):
+                return True
+        return bool(_steps(path))
+    except (CheckpointError, OSError, ValueError):
+        return False
+
+
+def _some(path: Path) -> int:
+    return min(4096, regular_size(path))
+
+
+def _steps(path: Path) -> list[str]:
+    """Names of steps, where this is a manager's folder."""
+    with os.scandir(path) as entries:
+        found = [
+            entry.name
+            for entry in entries
+            if entry.is_dir() and (path / entry.name / CHECKPOINT).is_file()
+        ]
+    return sorted(found, key=lambda name: (len(name), name))
+
+
+def items_of(root: Path) -> list[str]:
+    """Names of the items, or `[""]` where the directory is one itself."""
+    if UNFINISHED in root.name:
+        raise FormatError(f"{root} is a save of Orbax that was not finished; choose another step")
+    if (root / TREE).exists():
+        return [""]
+    if not (root / CHECKPOINT).exists():
+        steps = _steps(root)
+        if steps:
+            raise FormatError(
+                f"{root} is a folder of steps, not a checkpoint. Name a step, as in "
+                f"{root / steps[-1]}; there are {len(steps)}."
+            )
+        raise FormatError(f"{root} holds no metadata of Orbax")
+    told = read_json(root, CHECKPOINT).get("item_handlers")
+    names = sorted(told) if isinstance(told, dict) else []
+    for name in names:
+        if "/" in name or "\\" in name or "\0" in name or name in ("", ".", ".."):
+            raise UnsafeCheckpointError(f"{root}: {name!r} cannot be an item of it")
+    if not names:
+        with os.scandir(root) as entries:
+            names = sorted(e.name for e in entries if (Path(e.path) / TREE).is_file())
+    if not names:
+        raise CorruptionError(f"{root}: nothing but metadata is there; copy all of it")
+    return names
+
+
+def read_json(root: Path, name: str) -> dict[str, Any]:
+    """An object of a JSON file below the checkpoint."""
+    path = file_below(root, name)
+    size = regular_size(path)
+    if size > _MAX_JSON:
+        raise FormatError(f"{path} has {size} bytes, more than Orbax's metadata takes")
+    try:
+        table = json.loads(read_exactly(path, 0, size).decode())
+        if not isinstance(table, dict):
+            raise ValueError("it is no object")
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{path} is not valid JSON: {error}") from error
+    return table
+
+
+def read_tree(root: Path, item: str) -> Tree:
+    """The tree of an item."""
+    name = f"{item}/{TREE}" if item else TREE
+    table = read_json(root, name)
+    try:
+        rows = table["tree_metadata"]
+        leaves = tuple(_leaf(row) for row in rows.values())
+        use_ocdbt = table.get("use_ocdbt", (root / item / "manifest.ocdbt").exists())
+        return Tree(
+            leaves,
+            bool(use_ocdbt),
+            bool(table.get("use_zarr3", False)),
+            table.get("store_array_data_equal_to_fill_value") is True,
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{root / name} is not a tree as Orbax writes it: {error!r}") from error
+
+
+def _leaf(row: dict[str, Any]) -> Leaf:
+    keys: list[Key] = []
+    names: list[str] = []
+    for each in row["key_metadata"]:
+        key, kind = each["key"], each["key_type"]
+        if type(key) is not str or kind not in (SEQUENCE, DICT):
+            raise ValueError(f"a key {key!r} of type {kind!r}")
+        names.append(key)
+        keys.append(int(key) if kind == SEQUENCE else key)
+    if not 0 < len(keys) <= _MAX_DEPTH or any(len(name) > 4096 for name in names):
+        raise ValueError("a path of no fair length")
+    value = row["value_metadata"]
+    if type(value["value_type"]) is not str:
+        raise ValueError("a value without a type")
+    name = ".".join(names)
+    return Leaf(tuple(keys), name, value["value_type"], value.get("skip_deserialize") is True)

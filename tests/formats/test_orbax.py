@@ -1,0 +1,268 @@
+"""Orbax's checkpoints, read through tensorstore."""
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from foreign_files import DATA, arrays_of, without_libraries
+
+import shardkeep
+from shardkeep.errors import (
+    CheckpointError,
+    CorruptionError,
+    FormatError,
+    UnsafeCheckpointError,
+)
+from shardkeep.foreign.tables import tables_of
+from shardkeep.formats import orbax
+
+FOLDER = DATA / "orbax"
+KINDS = ["zarr2", "zarr3", "zarr2_ocdbt", "zarr3_ocdbt"]
+W = np.arange(48, dtype=np.float32).reshape(8, 6)
+
+
+def want():
+    return {
+        "params.w": W,
+        "params.b": np.arange(10).astype(ml_dtypes.bfloat16).reshape(2, 5),
+        "layers.0.k": np.arange(4).astype(ml_dtypes.float8_e4m3fn),
+        "layers.1.k": np.arange(3, dtype=np.int8) - 1,
+        "pair.0": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "pair.1": np.array([True, False]),
+        "scalar": np.float32(2.5),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_checkpoints_are_recognised(kind):
+    assert orbax.recognises(FOLDER / kind)
+
+
+def test_others_are_not_recognised(tmp_path):
+    assert not orbax.recognises(tmp_path)
+    assert not orbax.recognises(tmp_path / "gone")
+    (tmp_path / "_METADATA").write_bytes(b"PAR1")
+    assert not orbax.recognises(tmp_path)
+    assert not orbax.recognises(tmp_path / "_METADATA")
+    with pytest.raises(CheckpointError):
+        orbax.find(tmp_path / "gone")
+
+
+def test_without_tensorstore_the_error_says_what_to_install():
+    code = """
+from pathlib import Path
+import shardkeep
+try:
+    shardkeep.open(Path(sys.argv[1]))
+except shardkeep.MissingDependencyError as error:
+    print(json.dumps(str(error)))
+"""
+    assert "shardkeep[orbax]" in without_libraries(code, FOLDER / "zarr2")
+
+
+@pytest.fixture
+def needs_tensorstore():
+    pytest.importorskip("tensorstore")
+
+
+reads = pytest.mark.usefixtures("needs_tensorstore")
+
+
+@reads
+@pytest.mark.parametrize("kind", KINDS)
+def test_real_checkpoints_are_read_bit_for_bit(kind):
+    found = orbax.find(FOLDER / kind)
+    tables_of(found)
+    got = arrays_of(found)
+    for name, array in want().items():
+        assert (got[name].shape, got[name].tobytes()) == (array.shape, array.tobytes())
+    assert len(found.state["params"]["w"].parts) == 4
+    assert found.state["params"]["b"].dtype == "bfloat16"
+    assert (found.state["step"], found.state["lr"], found.state["empty"]) == (7, 0.125, {})
+    assert found.state["none"] is None
+    assert type(found.state["layers"]) is list
+    more = {"i4", "key"} if kind == "zarr3_ocdbt" else set()
+    assert set(got) == set(want()) | more
+    if more:
+        assert found.state["text"] == "héllo"
+        assert found.state["i4"].dtype == "int4"
+        assert got["i4"].view(ml_dtypes.int4).astype(int).tolist() == list(range(-4, 4))
+
+
+@reads
+def test_without_jax_and_orbax():
+    code = """
+from pathlib import Path
+from foreign_files import arrays_of
+from shardkeep.formats import orbax
+print(json.dumps([arrays_of(orbax.find(Path(path)))["params.w"].tobytes().hex()
+                  for path in sys.argv[1:]]))
+"""
+    got = without_libraries(code, *(FOLDER / k for k in KINDS), allowed=("tensorstore",))
+    assert got == [W.tobytes().hex()] * 4
+
+
+@reads
+def test_opened_and_loaded_like_ours():
+    with shardkeep.open(FOLDER / "zarr3_ocdbt") as checkpoint:
+        assert np.array_equal(checkpoint["params.w"][3:6, 1:5], W[3:6, 1:5])
+        assert checkpoint["text"] == "héllo"
+    target = {"params": {"w": np.zeros((8, 6), np.float32)}, "step": 0}
+    result = shardkeep.load(target, FOLDER / "zarr2", no_dist=True, strict=False)
+    assert np.array_equal(target["params"]["w"], W)
+    assert result.state_dict["step"] == 7
+
+
+@reads
+def test_items_of_a_manager():
+    found = orbax.find(FOLDER / "manager/5")
+    assert set(found.state) == {"state", "notes"}
+    assert found.state["notes"] == {"a": 1}
+    assert found.user_metadata == {"who": "a test"}
+    assert arrays_of(found)["state.w"].tobytes() == want()["params.b"].tobytes()
+    assert "w" in orbax.find(FOLDER / "manager/5/state").state
+    with pytest.raises(FormatError, match=r"manager/5"):
+        orbax.find(FOLDER / "manager")
+
+
+# --- damage and harm ------------------------------------------------------------------------------
+
+
+def copy(tmp_path, kind="zarr3"):
+    root = tmp_path / kind
+    shutil.copytree(FOLDER / kind, root)
+    return root
+
+
+def change(path, **changes):
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps(table | changes))
+
+
+def leaf(*keys, kind="jax.Array", key_type=2, skip=False):
+    return {
+        "key_metadata": [{"key": key, "key_type": key_type} for key in keys],
+        "value_metadata": {"value_type": kind, "skip_deserialize": skip},
+    }
+
+
+def everything(root):
+    found = orbax.find(root)
+    tables_of(found)
+    return arrays_of(found)
+
+
+HUGE = 2**40
+TREES = {
+    "no tree": None,
+    "a tree that is a list": [],
+    "rows that are none": {"a": 3},
+    "no keys": {"a": {**leaf("scalar"), "key_metadata": []}},
+    "a key that is none": {"a": leaf(3)},
+    "a key of no type": {"a": leaf("scalar", key_type=9)},
+    "a place that is no number": {"a": leaf("scalar", key_type=1)},
+    "no type of the value": {"a": {**leaf("scalar"), "value_metadata": {}}},
+    "a type that is none": {"a": leaf("scalar", kind=3)},
+    "an empty thing of no known type": {"a": leaf("x", kind="Gadget", skip=True)},
+    "a path too deep": {"a": leaf(*["a"] * 100)},
+    "a name too long": {"a": leaf("x" * 5000)},
+    "an array that is missing": {"a": leaf("nowhere")},
+    "an array above": {"a": leaf("../zarr2/scalar")},
+    "an array elsewhere": {"a": leaf("/etc")},
+    "a name with NUL": {"a": leaf("a\0b")},
+    "two of one name": {"a": leaf("scalar"), "b": leaf("scalar")},
+    "a path through an array": {
+        "a": leaf("scalar"), "b": leaf("scalar", "x", skip=True, kind="None"),
+    },
+    "a list with a hole": {"a": leaf("7", key_type=1, skip=True, kind="None")},
+    "a text that is missing": {"a": leaf("a", kind="string")},
+}  # fmt: skip
+
+
+@reads
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
+def test_trees_that_lie_are_refused(tmp_path, tree):
+    root = copy(tmp_path)
+    change(root / "_METADATA", tree_metadata=tree)
+    with pytest.raises((FormatError, CorruptionError, UnsafeCheckpointError)):
+        everything(root)
+
+
+@reads
+@pytest.mark.parametrize(
+    "changes",
+    [{"shape": [HUGE, HUGE]}, {"shape": [-8, 6]}, {"shape": "8"}, {"shape": [8]},
+     {"shape": [1] * 40}, {"data_type": "float33"}, {"data_type": "json"}, {"zarr_format": 7},
+     {"node_type": "group"}, {"codecs": []}, {"shape": [16, 6]},
+     {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [HUGE, HUGE]}}}],
+    ids=range(12),
+)  # fmt: skip
+def test_arrays_that_lie_are_refused(tmp_path, changes):
+    root = copy(tmp_path)
+    change(root / "params.w/zarr.json", **changes)
+    with pytest.raises((FormatError, CorruptionError)):
+        everything(root)
+
+
+@reads
+def test_a_shape_of_very_many_chunks_is_not_listed(tmp_path):
+    root = copy(tmp_path, "zarr2")
+    change(root / "params.w/.zarray", shape=[HUGE, 6], chunks=[1, 1])
+    found = orbax.find(root)
+    assert len(found.state["params"]["w"].parts) == 1
+
+
+@reads
+@pytest.mark.parametrize("kind", KINDS)
+def test_missing_and_cut_files_are_refused(tmp_path, kind):
+    for number, path in enumerate(sorted((FOLDER / kind).rglob("*"))):
+        beside = path.name in ("_sharding", "commit_success.txt", "orbax.checkpoint")
+        if not path.is_file() or beside or path.parent.name == "array_metadatas":
+            continue
+        if path.name == "_CHECKPOINT_METADATA":
+            continue  # the tree is enough
+        root = tmp_path / str(number)
+        shutil.copytree(FOLDER / kind, root)
+        target = root / path.relative_to(FOLDER / kind)
+        data = target.read_bytes()
+        # A copy of the packed index that nothing refers to any more.
+        spare = "ocdbt.process_0" in target.parts
+        for cut in (b"", data[: len(data) // 2], None):
+            target.write_bytes(cut) if cut is not None else target.unlink()
+            try:
+                got = everything(root)
+            except CheckpointError:
+                continue
+            assert spare, (path, cut)
+            for name, array in want().items():
+                assert got[name].tobytes() == array.tobytes()
+
+
+@reads
+def test_links_out_of_the_checkpoint_are_not_followed(tmp_path):
+    root = copy(tmp_path)
+    shutil.rmtree(root / "scalar")
+    (root / "scalar").symlink_to(FOLDER / "zarr3/scalar")
+    with pytest.raises(UnsafeCheckpointError, match="link"):
+        orbax.find(root)
+
+
+@reads
+def test_unfinished_saves_and_odd_items_are_refused(tmp_path):
+    root = tmp_path / "5.orbax-checkpoint-tmp"
+    shutil.copytree(FOLDER / "manager/5", root)
+    with pytest.raises(FormatError, match="not finished"):
+        orbax.find(root)
+    step = tmp_path / "5"
+    root.rename(step)
+    (step / "notes/metadata").unlink()
+    with pytest.raises(FormatError, match="no tree describes"):
+        orbax.find(step)
+    change(step / "_CHECKPOINT_METADATA", item_handlers={"../x": "y"})
+    with pytest.raises(UnsafeCheckpointError):
+        orbax.find(step)
+    change(step / "_CHECKPOINT_METADATA", item_handlers={"gone": "y"})
+    with pytest.raises(CheckpointError):
+        orbax.find(step)
