@@ -15,7 +15,15 @@ __all__ = ["FORMATS", "Format", "detect", "seen"]
 NATIVE_RECORD = "checkpoint.json"
 """Where this is, the checkpoint is ours."""
 
-FORMATS: tuple[str, ...] = ("torch_dcp", "torch_save", "mindspore", "hyper_parallel", "orbax")
+FORMATS: tuple[str, ...] = (
+    "megatron",
+    "torch_dcp",
+    "torch_save",
+    "hyper_parallel",
+    "mindspore",
+    "deepspeed",
+    "orbax",
+)
 """Modules of `shardkeep.formats` that read other systems' checkpoints, in the order of asking: what
 is made of another's parts comes before that other."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from shardkeep.collector import paused_collector
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CheckpointNotFoundError, CorruptionError, FormatError
 from shardkeep.foreign import pickles
-from shardkeep.foreign.found import Found, Part, StoredTensor
-from shardkeep.foreign.regular_files import read_whole
-from shardkeep.formats.torch_dcp import METADATA, SYSTEM, rank_metadata
-from shardkeep.formats.torch_dcp.classes import (
+from shardkeep.foreign.dcp import METADATA, SYSTEM, rank_metadata
+from shardkeep.foreign.dcp.classes import (
     CLASSES,
     Bytes,
     Chunk,
@@ -24,24 +22,31 @@ from shardkeep.formats.torch_dcp.classes import (
     Info,
     Tensor,
 )
-from shardkeep.formats.torch_dcp.items import ItemFiles
-from shardkeep.formats.torch_dcp.joining import Joined
-from shardkeep.formats.torch_dcp.nesting import nested
+from shardkeep.foreign.dcp.items import ItemFiles
+from shardkeep.foreign.dcp.joining import Joined
+from shardkeep.foreign.dcp.nesting import nested
+from shardkeep.foreign.found import Found, Part, StoredTensor
+from shardkeep.foreign.regular_files import read_whole
 
-__all__ = ["find_checkpoint"]
+__all__ = ["MCORE", "find_checkpoint"]
+
+MCORE = "mcore_data"
+"""What Megatron adds to torch's metadata; told in `user_metadata`."""
 
 _MOST = 1 << 31
 """Bytes of metadata: several million chunks."""
 
 
-def find_checkpoint(path: Path, rank: int | None = None) -> Found:
-    """What the checkpoint holds; its tensors are left where they are."""
+def find_checkpoint(
+    path: Path, rank: int | None = None, items: Callable[[Path], ItemFiles] = ItemFiles
+) -> Found:
+    """What the checkpoint holds; its tensors are left where they are. `items` opens its files."""
     names = _metadata_names(path, rank)
     joined = Joined(str(path))
     with paused_collector():
         for number, name in names.items():
             _describe(path, name, number, joined)
-        leaves = dict(_leaves(path, joined))
+        leaves = dict(_leaves(path, joined, items))
         state = nested(leaves, joined.paths, str(path))
     return Found(SYSTEM, path, state, dict(joined.notes))
 
@@ -84,11 +89,16 @@ def _describe(path: Path, name: str, rank: int, joined: Joined) -> None:
     version = found.get("version")
     if type(version) is str:
         joined.notes["version"] = version
+    more = found.get(MCORE)
+    if type(more) is dict:
+        joined.notes[MCORE] = more
 
 
-def _leaves(path: Path, joined: Joined) -> Iterator[tuple[str, Any]]:
+def _leaves(
+    path: Path, joined: Joined, items: Callable[[Path], ItemFiles]
+) -> Iterator[tuple[str, Any]]:
     known: dict[object, StoredTensor] = {}
-    with ItemFiles(path) as files:
+    with items(path) as files:
         for fqn in joined.order:
             tensor = joined.tensors.get(fqn)
             if tensor is not None:

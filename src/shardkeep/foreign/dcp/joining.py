@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardkeep.errors import CorruptionError, FormatError
-from shardkeep.formats.torch_dcp.classes import Bytes, Chunk, Info, Tensor
+from shardkeep.foreign.dcp.classes import Bytes, Chunk, Info, Tensor
 
 __all__ = ["Joined"]
 

@@ -18,6 +18,10 @@ from shardkeep.closing import Closing
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError
 from shardkeep.foreign import pickles
+from shardkeep.foreign.dcp.alike import Alike
+from shardkeep.foreign.dcp.classes import Info
+from shardkeep.foreign.dcp.safetensors_items import SafetensorsItems
+from shardkeep.foreign.dcp.transforms import LastUnpacked, Unpacked, unpack
 from shardkeep.foreign.found import Made, Raw
 from shardkeep.foreign.regular_files import OpenedFile, opened
 from shardkeep.foreign.torch_objects import (
@@ -29,10 +33,6 @@ from shardkeep.foreign.torch_objects import (
 )
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage, TensorView
 from shardkeep.foreign.torch_zip import Archive
-from shardkeep.formats.torch_dcp.alike import Alike
-from shardkeep.formats.torch_dcp.classes import Info
-from shardkeep.formats.torch_dcp.safetensors_items import SafetensorsItems
-from shardkeep.formats.torch_dcp.transforms import LastUnpacked, Unpacked, unpack
 
 __all__ = ["ItemFiles"]
 

@@ -12,11 +12,11 @@ from typing import Any
 from shardkeep.boxes import strides as row_major
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError, FormatError, MissingDependencyError
+from shardkeep.foreign.dcp.classes import Info
 from shardkeep.foreign.found import Array
 from shardkeep.foreign.regular_files import opened
 from shardkeep.foreign.torch_objects import elements_at
 from shardkeep.foreign.torch_zip import Archive
-from shardkeep.formats.torch_dcp.classes import Info
 
 __all__ = ["LastUnpacked", "Unpacked", "unpack"]
 

@@ -172,6 +172,8 @@ class Description(Record):
 
 _MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+"""Megatron keeps the plans of all ranks beside; they say nothing that is not told elsewhere."""
 _FORMATS = ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING")
 
 
@@ -187,6 +189,7 @@ def _entries() -> dict[str, Callable[..., object] | Constant]:
             f"{module}.metadata.TensorProperties": Properties,
             f"{module}.filesystem._StorageInfo": Info,
             **records(f"{module}.metadata", "StorageMeta", *_FORMATS),
+            **records(f"{module}.planner", *_PLANS),
         }
     table[f"{_SHARDED}.TensorProperties"] = Properties
     return table | records(_SHARDED, *_FORMATS)
