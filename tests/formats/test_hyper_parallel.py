@@ -243,7 +243,7 @@ BAD = {
     "a version that is none": {"version": 3},
     "a path through a tensor": {"planner": {"w": ("a",), "step": ("a", "b")}},
     "two things at one path": {"planner": {"w": ("a",), "step": ("a",)}},
-    "a list with a hole": {"planner": {"w": ("a", 7), "step": ("b",)}},
+    "a list with too many holes": {"planner": {"w": ("a", 10**9), "step": ("b",)}},
     "a path too deep": {"planner": {"w": ("a",) * 100}},
     "a state that is a list": {"planner": {"w": (0,), "step": (1,)}},
 }

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardkeep import checkpointer
+from shardkeep import functions
 from shardkeep.arrays import Sink, Source
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import DefaultSavePlanner
@@ -275,7 +275,7 @@ def save(
 ) -> Metadata:
     """Save on every rank; returns once the checkpoint is whole and durable."""
     _refuse_alone(use_collectives, no_dist)
-    result = checkpointer.save(
+    result = functions.save(
         state_dict,
         checkpoint_id,
         storage_writer=storage_writer,
@@ -299,7 +299,7 @@ def async_save(
 ) -> AsyncSaveResponse:
     """Save behind the program; `callback` runs once the checkpoint is committed."""
     _refuse_alone(use_collectives, no_dist)
-    handle = checkpointer.async_save(
+    handle = functions.async_save(
         state_dict,
         checkpoint_id,
         storage_writer=storage_writer,
@@ -327,7 +327,7 @@ def load(
 ) -> LoadResult:
     """Fill a state in place from a checkpoint of ours or of HyperParallel, on every rank."""
     _refuse_alone(use_collectives, no_dist)
-    return checkpointer.load(
+    return functions.load(
         state_dict,
         checkpoint_id,
         storage_reader=storage_reader,

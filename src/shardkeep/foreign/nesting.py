@@ -1,51 +1,73 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flat state made nested again, by the path that each name had."""
+"""A flat state nested again, along the paths that torch and others keep."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from shardkeep.errors import FormatError
-from shardkeep.structure import MAX_DEPTH
 
 __all__ = ["nested"]
 
-Key = str | int
+_GAPS = 10_000
+"""Items that a list may lack."""
 
 
-class _Branch(dict[Key, Any]):
-    """A container that is being filled; a list where its keys are numbers."""
+def nested(
+    leaves: Mapping[str, Any], paths: Mapping[str, tuple[Any, ...]] | None, where: str
+) -> Any:
+    """The state as it was before it was flattened; names without a path stay as they are.
 
-
-def nested(leaves: Mapping[str, Any], paths: Mapping[str, tuple[Key, ...]], where: str) -> Any:
-    """`leaves` by their paths: dicts, and lists where the keys are numbers.
-
-    A name without a path stays where it is, at the top.
+    Texts in a path are keys of dicts, numbers are places in lists.
     """
-    root = _Branch()
-    for name, leaf in leaves.items():
-        path = paths.get(name, (name,))
-        if not 0 < len(path) <= MAX_DEPTH:
-            raise FormatError(f"{where}: {name} is nested deeper than {MAX_DEPTH}")
-        branch = root
-        for key in path[:-1]:
-            branch = branch.setdefault(key, _Branch())
-            if type(branch) is not _Branch:
-                raise FormatError(f"{where}: {name} lies inside of something that is no container")
-        if path[-1] in branch:
-            raise FormatError(f"{where}: two things are at the place of {name}")
-        branch[path[-1]] = leaf
-    return _closed(root, where)
+    if paths is None:
+        return dict(leaves)
+    tops = [paths.get(fqn, (fqn,))[0] for fqn in leaves]
+    root: _Keys | _Items = _Items() if tops and all(type(key) is int for key in tops) else _Keys()
+    for fqn, value in leaves.items():
+        path = paths.get(fqn, (fqn,))
+        at: Any = root
+        for key, following in pairwise(path):
+            at = _inner(at, key, following, fqn, where)
+        _check_key(at, path[-1], fqn, where)
+        if path[-1] in at:
+            raise FormatError(f"{where}: {fqn} lies where something else does")
+        at[path[-1]] = value
+    return _finished(root, where)
 
 
-def _closed(value: Any, where: str) -> Any:
-    if type(value) is not _Branch:
+class _Keys(dict[Any, Any]):
+    """A dict that is being filled."""
+
+
+class _Items(dict[Any, Any]):
+    """A list that is being filled, in any order."""
+
+
+def _inner(at: Any, key: Any, following: Any, fqn: str, where: str) -> Any:
+    _check_key(at, key, fqn, where)
+    kind: type = _Items if type(following) is int else _Keys
+    inner = at.setdefault(key, kind())
+    if type(inner) is not kind:
+        raise FormatError(f"{where}: the path of {fqn} leads through something else")
+    return inner
+
+
+def _check_key(at: Any, key: Any, fqn: str, where: str) -> None:
+    if (type(key) is int) != (type(at) is _Items) or (type(key) is int and key < 0):
+        raise FormatError(f"{where}: the path of {fqn} leads through something else")
+
+
+def _finished(value: Any, where: str) -> Any:
+    """With dicts and lists in place of those that were filled."""
+    if type(value) is _Keys:
+        return {key: _finished(item, where) for key, item in value.items()}
+    if type(value) is not _Items:
         return value
-    done = {key: _closed(inner, where) for key, inner in value.items()}
-    numbers = [key for key in done if type(key) is int]
-    if not numbers:
-        return done
-    if len(numbers) != len(done) or sorted(numbers) != list(range(len(done))):
-        raise FormatError(f"{where}: a list is told of whose elements are not all there")
-    return [done[row] for row in range(len(done))]
+    count = max(value) + 1
+    if count > 2 * len(value) + _GAPS:
+        raise FormatError(f"{where}: a list of {count} items has {len(value)} of them")
+    # torch leaves out empty containers, and puts None in their place.
+    return [_finished(value.get(at), where) for at in range(count)]

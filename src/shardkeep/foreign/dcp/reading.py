@@ -24,8 +24,8 @@ from shardkeep.foreign.dcp.classes import (
 )
 from shardkeep.foreign.dcp.items import ItemFiles
 from shardkeep.foreign.dcp.joining import Joined
-from shardkeep.foreign.dcp.nesting import nested
 from shardkeep.foreign.found import Found, Part, StoredTensor
+from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.regular_files import read_whole
 
 __all__ = ["MCORE", "find_checkpoint"]
