@@ -20,6 +20,8 @@ from shardkeep import (
     PlanError,
     ShardedArray,
 )
+from shardkeep.manager.pins import Pins
+from shardkeep.stores.local import LocalStore
 
 WORLD = 4
 ROWS = 12
@@ -179,3 +181,108 @@ def delete(rank, root):
 def test_all_ranks_learn_what_became_of_a_deletion(processes, tmp_path):
     processes.run(WORLD, train, WORLD, str(tmp_path), None, 6)
     assert processes.run(WORLD, delete, str(tmp_path)) == [[6]] * WORLD
+
+
+# --- what one rank refuses, all refuse at once
+
+
+REFUSED = {
+    "no number": ({"loss": "high"}, None, 1),
+    "no mapping": ([1.0], None, 2),
+    "no JSON": ({"loss": 1.0}, {"when": object()}, 3),
+    "too much": (None, {"notes": "x" * (2 << 20)}, 0),
+}
+
+
+def refused(rank, root, what, how):
+    metrics, metadata, victim = REFUSED[what]
+    manager = CheckpointManager(root, timeout_s=60)
+    begun = time.monotonic()
+    if rank != victim:
+        metrics, metadata = {"loss": 1.0}, None
+    with pytest.raises(shardkeep.UnsupportedValueError) as caught:
+        getattr(manager, how)(1, state(rank, WORLD, 1), metrics, metadata=metadata)
+    assert time.monotonic() - begun < 10
+    # And the ranks are together again.
+    getattr(manager, how)(2, state(rank, WORLD, 2), {"loss": 1.0})
+    manager.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_what_one_rank_cannot_tell_is_the_same_error_on_all(processes, tmp_path, what, how):
+    texts = processes.run(WORLD, refused, str(tmp_path), what, how)
+    assert texts == [texts[0]] * WORLD
+    assert f"rank {REFUSED[what][2]}" in texts[0]
+    assert sorted(os.listdir(tmp_path)) == ["step-2"]
+
+
+def pinned(rank, root):
+    manager = CheckpointManager(root, timeout_s=60)
+    target = state(rank, WORLD, 0)
+    manager.restore(target, 2)
+    begun = time.monotonic()
+    with pytest.raises(shardkeep.CheckpointExistsError) as caught:
+        manager.async_save(4, state(rank, WORLD, 999))
+    assert time.monotonic() - begun < 10
+    target = state(rank, WORLD, 0)
+    manager.restore(target, 4)
+    assert is_state(target, rank, WORLD, 4)
+    manager.close()
+    return str(caught.value)
+
+
+def test_a_pinned_step_is_not_replaced_on_any_rank(processes, tmp_path):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 4)
+    Pins(LocalStore(tmp_path)).hold("step-4", "published")
+    texts = processes.run(WORLD, pinned, str(tmp_path))
+    assert texts == [texts[0]] * WORLD
+    assert "published" in texts[0]
+
+
+def unlisted(rank, root):
+    """The leader cannot list the folder when it would warn of newer steps."""
+    manager = CheckpointManager(root, timeout_s=60)
+    manager.restore(state(rank, WORLD, 0), 2)
+    look = manager._catalog.look
+
+    def refuse():
+        manager._catalog.look = look
+        raise shardkeep.StorageError("listing: Input/output error")
+
+    if rank == 0:
+        manager._catalog.look = refuse
+    manager.save(3, state(rank, WORLD, 3))
+    manager.close()
+    return [step.step for step in manager.steps()]
+
+
+def test_a_leader_that_cannot_list_the_folder_stalls_nobody(processes, tmp_path):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 4)
+    assert processes.run(WORLD, unlisted, str(tmp_path)) == [[2, 3, 4]] * WORLD
+
+
+def mixed(rank, root):
+    manager = CheckpointManager(root)
+    target = {**state(rank, WORLD, 0), "late": np.zeros(9)}
+    try:
+        manager.restore(target, strict=False)
+    except shardkeep.CorruptionError as error:
+        return str(error)
+
+
+def save_late(rank, root):
+    CheckpointManager(root).save(6, {**state(rank, WORLD, 6), "late": np.ones(9)})
+
+
+def test_ranks_agree_on_what_a_damaged_step_may_have_left(processes, tmp_path):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 4)
+    processes.run(WORLD, save_late, str(tmp_path))
+    (data,) = (tmp_path / "step-6/data").glob("*-r00002-*")
+    found = bytearray(data.read_bytes())
+    found[4096] ^= 0x10
+    data.write_bytes(found)
+    texts = processes.run(WORLD, mixed, str(tmp_path))
+    assert texts == [texts[0]] * WORLD
+    assert "late may hold parts of step 6" in texts[0]

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.commit import STALE_S, collect_garbage, server_time
 from shardkeep.formats.native.names import DATA
-from shardkeep.manager.catalog import MANAGED, Catalog
+from shardkeep.manager.catalog import MANAGED, Catalog, leaving_name
 from shardkeep.manager.pins import Pins
 from shardkeep.manager.removal import finish_removals
 from shardkeep.manager.steps import Listing
@@ -58,9 +59,12 @@ def clean(
         removed += done.removed
         nbytes += done.nbytes
         problems += [f"{name} could not be removed wholly" for name in done.failed]
-        pins.remove_dead()
+        try:
+            pins.remove_dead()
+        except OSError as error:
+            problems.append(f"pins: {error}")
     suspects = [name for name in listing.unfinished if name not in busy]
-    suspects += [name for name in _with_extras(catalog, listing) if name not in busy]
+    suspects += [name for name in _with_extras(catalog, listing, problems) if name not in busy]
     now = _now(store) if suspects else 0.0
     for name in suspects:
         inside = catalog.open_store(store.root / name)
@@ -82,15 +86,18 @@ def clean(
     return Cleaned(tuple(removed), nbytes, tuple(live), tuple(problems))
 
 
-def _with_extras(catalog: Catalog, listing: Listing) -> list[str]:
+def _with_extras(catalog: Catalog, listing: Listing, problems: list[str]) -> list[str]:
     """Committed steps that hold more than their record names, as killed overwrites leave them."""
     suspects = []
     for step in listing.steps:
         name = catalog.names.of(step.step)
-        if len(catalog.store.list(f"{name}/{DATA}")) != step.files or any(
-            inner.endswith(".tmp") for inner in catalog.store.list(name)
-        ):
-            suspects.append(name)
+        try:
+            if len(catalog.store.list(f"{name}/{DATA}")) != step.files or any(
+                inner.endswith(".tmp") for inner in catalog.store.list(name)
+            ):
+                suspects.append(name)
+        except OSError as error:
+            problems.append(f"{name}: {error}")
     return suspects
 
 
@@ -107,10 +114,25 @@ def _modified(store: LocalStore, name: str) -> float:
 
 
 def _remove_empty(store: LocalStore, name: str) -> list[str]:
-    """A directory in which nothing is left; one that holds anything stays."""
+    """A directory in which nothing is left; one that holds anything stays.
+
+    A save may begin there meanwhile, and needs all of it or none: so it goes in one move, and is
+    moved back if it was not empty.
+    """
+    leaving = leaving_name(name, secrets.token_hex(8))
     with contextlib.suppress(OSError):
-        if DATA in store.list(name):
-            store.remove_directory(f"{name}/{DATA}")
-        store.remove_directory(name)
+        if _holds_anything(store, name):
+            return []
+        store.rename(name, leaving)
+        if _holds_anything(store, leaving):
+            store.rename(leaving, name)
+            return []
+        if DATA in store.list(leaving):
+            store.remove_directory(f"{leaving}/{DATA}")
+        store.remove_directory(leaving)
         return [name]
     return []
+
+
+def _holds_anything(store: LocalStore, name: str) -> bool:
+    return bool(set(store.list(name)) - {DATA} or store.list(f"{name}/{DATA}"))

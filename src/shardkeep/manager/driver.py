@@ -15,7 +15,9 @@ from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.closing import Closing
 from shardkeep.default_planner import CheckReplicas
+from shardkeep.errors import StorageError
 from shardkeep.formats.native.commit import STALE_S
+from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.handles import SaveHandle
 from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.deciding import Decider
@@ -24,7 +26,7 @@ from shardkeep.manager.keeping import KeepWhat, keep_policy
 from shardkeep.manager.naming import DEFAULT_NAME, StepNames
 from shardkeep.manager.pins import STALE_S as PIN_STALE_S
 from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import remove_steps
+from shardkeep.manager.removal import refuse_replacing, remove_steps
 from shardkeep.manager.restoring import LoadOptions, Restored, restore
 from shardkeep.manager.retention import Retention
 from shardkeep.manager.steps import Step, user_metadata_of
@@ -213,6 +215,7 @@ class CheckpointManager(RunFolder, Closing):
         if handle.skipped:
             self._busy.discard(step)
             return handle
+        self._look_back()  # the one before has ended, on all ranks
         self._handle = handle
         self._bases.append(step)
         self._decider.saved(step)
@@ -228,30 +231,49 @@ class CheckpointManager(RunFolder, Closing):
         metadata: Mapping[str, Any] | None,
         overwrite: bool | None,
     ) -> tuple[str, bool, dict[str, Any]]:
-        if self._closed:
-            raise ValueError(f"the manager of {self.root} was closed")
-        self._look_back()
-        replace = overwrite
-        if replace is None:
-            # Who has not looked what is there does not know whose it is.
-            replace = self._restored and self._reached is not None and step > self._reached
-        user = user_metadata_of(step, time.time(), metrics, metadata)
-        if self._is_leader:
-            self._warn_of_newer()
-            self._retention.poke()  # what a killed job left is cleaned while this one saves
-        return self._catalog.path(step), replace, user
+        """Where it goes, whether it replaces what is there, and what is told beside it.
 
-    def _look_back(self) -> None:
+        What one rank refuses, all refuse, before any of them begins.
+        """
+        made: list[tuple[str, bool, dict[str, Any]]] = []
+
+        def look() -> None:
+            if self._closed:
+                raise ValueError(f"the manager of {self.root} was closed")
+            path = self._catalog.path(step)
+            user = user_metadata_of(step, time.time(), metrics, metadata)
+            self._look_back(step)
+            replace = overwrite
+            if replace is None:
+                # Who has not looked what is there does not know whose it is.
+                replace = self._restored and self._reached is not None and step > self._reached
+            if self._is_leader:
+                refuse_replacing(self._catalog, self._pins, step, replace=replace)
+                self._warn_of_newer()
+            made.append((path, replace, checked_user_metadata(user)))
+
+        self._keeper.coordinator.agree("begin a step", look)
+        return made[0]
+
+    def _look_back(self, step: int | None = None) -> None:
         """Where the save before has failed, the run stands where it stood."""
-        if self._begun is None or not self._begun[0].done():
+        if self._begun is None:
             return
-        (handle, before), self._begun = self._begun, None
+        (handle, before) = self._begun
+        if step is not None and self._reached is not None and step <= self._reached:
+            wait([handle])  # what becomes of this step depends on it, on all ranks alike
+        if not handle.done():
+            return
+        self._begun = None
         if handle.cancelled() or Future.exception(handle) is not None:
             self._reached = before
 
     def _hold(self, step: int) -> None:
         with self._moving:
             self._busy.add(step)
+        if self._is_leader:
+            # What a killed job left is cleaned while this one saves; but not under its hands.
+            self._retention.poke()
 
     def _add_base(self, options: SaveOptions) -> None:
         """The step before, which all ranks have begun; where it failed, all is written."""
@@ -264,6 +286,7 @@ class CheckpointManager(RunFolder, Closing):
 
     def _saved(self, step: int) -> None:
         self._decider.saved(step)
+        self._begun = None
         self._reached = self._kept = step
         if self._is_leader:
             self._retention.poke()
@@ -302,8 +325,11 @@ class CheckpointManager(RunFolder, Closing):
         result, and passed over, unless `fall_back` is false or the step was asked for by number. If
         steps are there and none is whole, that is a `CorruptionError`. `drop_newer` removes the
         steps beyond the one restored, so that a restart does not return to them; pinned ones, and
-        those that were passed over as damaged, stay.
+        those that were passed over as damaged, stay. A save of this manager that is still running
+        in the background is waited for.
         """
+        if self._handle is not None:
+            wait([self._handle])  # it reads what would be loaded into, and may become the newest
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
         found = restore(
             state,
@@ -345,8 +371,10 @@ class CheckpointManager(RunFolder, Closing):
 
     def _warn_of_newer(self) -> None:
         """Once, when a run that went back saves for the first time."""
-        newer = self._newer() if self._rewound else []
-        self._rewound = False
+        rewound, self._rewound = self._rewound, False
+        newer: list[int] = []
+        with contextlib.suppress(StorageError):  # the save meets it too, if it lasts
+            newer = self._newer() if rewound else []
         if newer:
             log.warning(
                 "steps %d to %d of %s are newer than step %d, which was restored: a restart would "

@@ -82,6 +82,11 @@ class RunFolder:
         def lead() -> bytes:
             listing = self._catalog.look()
             there = [found.step for found in listing.steps]
+            if step in self._busy:
+                raise StorageError(
+                    f"step {step} in {self.root} is being saved; wait for its handle first",
+                    transient=True,
+                )
             if step not in there and all(found.step != step for found in listing.damaged):
                 raise CheckpointNotFoundError(f"no step {step} in {self.root}")
             others = [found for found in reversed(listing.steps) if found.step != step]

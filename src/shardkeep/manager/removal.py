@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.formats.native.names import RECORD
-from shardkeep.manager.catalog import leaving_name, left_step
+from shardkeep.manager.catalog import Catalog, leaving_name, left_step
 from shardkeep.manager.pins import Pins
 from shardkeep.stores.local import LocalStore, storage_errors
 
-__all__ = ["Removal", "finish_removals", "remove_steps", "remove_tree"]
+__all__ = ["Removal", "finish_removals", "refuse_replacing", "remove_steps", "remove_tree"]
 
 log = logging.getLogger("shardkeep")
 
@@ -114,6 +116,29 @@ def finish_removals(store: LocalStore, pins: Pins, names: Sequence[str]) -> Remo
     return Removal(tuple(removed), tuple(pinned), tuple(failed), nbytes)
 
 
+def refuse_replacing(catalog: Catalog, pins: Pins, step: int, *, replace: bool) -> None:
+    """Raise where a save would go through a link, or replace a step that is pinned for good.
+
+    A reader's pin does not keep a training from going on: what is replaced in place stays whole,
+    and a load that meets it begins again.
+    """
+    name = catalog.names.of(step)
+    if os.path.islink(catalog.store.root / name):
+        raise StorageError(
+            f"{name} in {catalog.root} is a symbolic link, which does not count as a step: what is "
+            "saved there would not be found again. Remove the link, or save under another number"
+        )
+    if not replace or catalog.find(step) is None:
+        return
+    held = [pin for pin in pins.held().get(name, ()) if pin.forever]
+    if held:
+        raise CheckpointExistsError(
+            f"{name} in {catalog.root} is pinned by {pins.describe(held)} and is not replaced. Let "
+            f"go of it with `shardkeep pin {catalog.root} {step} --remove`, or save into another "
+            "folder"
+        )
+
+
 def _move_away(store: LocalStore, name: str) -> str:
     leaving = leaving_name(name, secrets.token_hex(8))
     store.rename(name, leaving)
@@ -148,11 +173,17 @@ def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
     Others may be at the same. What a link leads to is not touched.
     """
     nbytes, gone = 0, True
-    if not store.is_directory(name):
-        with contextlib.suppress(FileNotFoundError):
-            store.unlink(name)
-        return 0, True
-    for inner in sorted(store.list(name), key=lambda inner: (inner != RECORD, inner)):
+    try:
+        if not store.is_directory(name):
+            with contextlib.suppress(FileNotFoundError):
+                store.unlink(name)
+            return 0, True
+        names = store.list(name)
+    except OSError as error:
+        # One that cannot even be looked at must not keep others from going.
+        log.warning("%s could not be removed: %s", store.root / name, error)
+        return 0, False
+    for inner in sorted(names, key=lambda inner: (inner != RECORD, inner)):
         path = f"{name}/{inner}"
         if store.is_directory(path):
             size, done = remove_tree(store, path)

@@ -29,6 +29,7 @@ from shardkeep.manager.pins import Pins
 from shardkeep.manager.steps import DamagedStep, Step
 from shardkeep.progress import Progress
 from shardkeep.storage import ReadOnce
+from shardkeep.wording import names_text
 
 __all__ = ["LoadOptions", "Restored", "restore"]
 
@@ -101,6 +102,7 @@ def restore(
     With `fall_back` a step that turns out to be damaged is passed over, on all ranks alike.
     """
     damaged: list[DamagedStep] = []
+    begun: Step | None = None
     vanished = 0
     while True:
         with contextlib.ExitStack() as inside:
@@ -137,7 +139,14 @@ def restore(
                 found = DamagedStep(chosen.step, chosen.path, str(error))
                 _say(found, keeper)
                 damaged.append(found)
+                begun = chosen
                 continue
+        if begun is not None and result.missing:
+            raise CorruptionError(
+                f"step {begun.step} is damaged, and {chosen.path} does not have all that was being "
+                f"loaded: {names_text(result.missing)} may hold parts of step {begun.step}. "
+                f"Restore step {chosen.step} by its number into a new state"
+            )
         return Restored(
             chosen.step, chosen.path, chosen.metrics, chosen.metadata, tuple(damaged), result
         )

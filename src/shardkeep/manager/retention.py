@@ -144,7 +144,6 @@ class Retention:
                 with contextlib.suppress(RuntimeError):  # the program is ending
                     thread.start()
                     self._thread = thread
-            self._changed.notify_all()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until every pass that was asked for is done; whether that is so."""
@@ -159,17 +158,18 @@ class Retention:
         with self._changed:
             self._closed = True
             thread = self._thread
-            self._changed.notify_all()
-        if thread is not None and os.getpid() == self._process:
-            thread.join()
-            self._thread = None
+        if self._asked and os.getpid() == self._process:
+            if thread is not None:
+                thread.join()
             self._try(final=True)
 
     def _serve(self) -> None:
+        """Until nothing is asked for: a thread that waits would hold a manager nobody closes."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._asked > self._done)
-                if self._closed:
+                if self._closed or self._done == self._asked:
+                    self._thread = None
+                    self._changed.notify_all()
                     return
                 asked = self._asked
             self._try()

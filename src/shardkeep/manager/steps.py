@@ -103,11 +103,12 @@ def user_metadata_of(
     metadata: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     """What the record of a step has as `user`."""
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise UnsupportedValueError(
-            f"metadata is a {type(metadata).__qualname__}; use a mapping, such as "
-            "metadata={'name': value}"
-        )
+    for what, given in (("metrics", metrics), ("metadata", metadata)):
+        if given is not None and not isinstance(given, Mapping):
+            raise UnsupportedValueError(
+                f"{what} is a {type(given).__qualname__}; use a mapping, such as "
+                f"{what}={{'name': value}}"
+            )
     made: dict[str, Any] = {"step": step, "saved_at": saved_at}
     if metrics:
         made["metrics"] = encode_metrics(metrics)
