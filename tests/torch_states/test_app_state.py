@@ -922,6 +922,54 @@ def test_tensors_that_are_shared_only_for_now(tmp_path):
     assert train(again, into) == train(model, optimizer)
 
 
+class Loader:
+    """Gives its own containers, and a tensor that another one may have too."""
+
+    def __init__(self, position, shared):
+        self.state = {"position": position, "seen": [position], "inner": {"epoch": position}}
+        self.state["weights"] = shared
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        assert state["position"] >= 0
+        self.state = dict(state)
+
+
+def test_extras_are_told_when_all_is_there(tmp_path):
+    one, two = Loader(4, torch.ones(2)), Loader(5, torch.full((2,), 2.0))
+    extra = {"one": one, "two": shardkeep.PerRank(two)}
+    shardkeep.save(AppState(Net(), extra=extra), tmp_path / "a")
+    shared = torch.zeros(2)
+    mine = Loader(0, shared), Loader(1, shared)
+    other = {"one": mine[0], "two": shardkeep.PerRank(mine[1])}
+    app = AppState(Net(1), extra=other)
+    shardkeep.load(app, tmp_path / "a")
+    assert other["one"] is mine[0]
+    assert other["two"].value is mine[1]
+    for loaded, saved in zip(mine, (one, two), strict=True):
+        assert bits(loaded.state) == bits(saved.state)
+    assert torch.equal(shared, torch.zeros(2))
+
+
+def test_extras_are_as_they_were_when_the_load_is_refused(tmp_path):
+    model = Net(0)
+    first, *others = model.parameters()
+    groups = [{"params": [first], "lr": 0.5}, {"params": others, "lr": 0.1}]
+    optimizer = torch.optim.SGD(groups)
+    train(model, optimizer, 1)
+    shardkeep.save(AppState(model, optimizer, extra={"one": Loader(4, torch.ones(2))}), tmp_path)
+    again, into = built(OPTIMIZERS["sgd momentum"], 1)
+    mine = Loader(0, torch.zeros(2))
+    before = bits(mine.state)
+    held = mine.state
+    with pytest.raises(MismatchError, match="different options"):
+        shardkeep.load(AppState(again, into, extra={"one": mine}), tmp_path)
+    assert mine.state is held
+    assert bits(mine.state) == before
+
+
 def test_each_ranks_own_among_the_extras(tmp_path):
     def app(model):
         return AppState(model, extra={"rng": shardkeep.torch.rng_state(), "step": 0})

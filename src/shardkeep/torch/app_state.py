@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardkeep.errors import MismatchError
-from shardkeep.torch.copying import clone, copied
+from shardkeep.torch.copying import aside, clone, copied, taken_back
 from shardkeep.torch.flat_optimizers import FlatOptimizers
 from shardkeep.torch.modules import Modules, Rename, yielding
 from shardkeep.torch.optimizers import Optimizers, StoredNames
@@ -135,6 +135,8 @@ class AppState:
             state["scheduler"] = copied(state["scheduler"], clone)
         if self._ema is not None and self._ema_modules is None:
             state["ema"] = self._ema_to_load(state["ema"])
+        if self.extra:
+            state["extra"] = {name: aside(one) for name, one in self.extra.items()}
         given = _Given(state)
         self._given = weakref.ref(given)
         return given
@@ -197,7 +199,8 @@ class AppState:
         for name, scheduler in self._schedulers.items():
             scheduler.load_state_dict(dict(_part(state_dict["scheduler"], name)))
         if self.extra:
-            self.extra.update(state_dict["extra"])
+            told = state_dict["extra"]
+            self.extra.update({name: taken_back(told[name]) for name in told})
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         parts = {
