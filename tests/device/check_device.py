@@ -151,6 +151,17 @@ def generators(path):
         pass
     else:
         raise AssertionError("states of seven absent devices were left out without a word")
+    refused = {"current": torch.cuda.current_device(), "states": [bytes(3)]}
+    before = torch.get_rng_state(), own.get_state()
+    torch.rand(1)
+    now = torch.get_rng_state()
+    try:
+        shardkeep.torch.RngState({"own": own}).load_state_dict({**stored, "cuda": refused})
+    except shardkeep.MismatchError:
+        assert torch.equal(torch.get_rng_state(), now), "others were set before it was refused"
+        assert torch.equal(own.get_state(), before[1])
+    else:
+        raise AssertionError("a state of three bytes was taken")
     skipping = shardkeep.torch.RngState({"own": own}, absent_devices="skip")
     skipping.load_state_dict({**stored, "cuda": absent})
     moved = draw()[0]

@@ -123,6 +123,14 @@ class _CudaSource(Source):
                 f"and has no device here: this process sees {count}. Pass "
                 "absent_devices='skip' to leave it out."
             )
+        for device, here in self._places(state, count).items():
+            try:
+                aside = torch.Generator(torch.device("cuda", here))
+                aside.set_state(_tensor(state["states"][device]))
+            except Exception as error:
+                raise MismatchError(
+                    f"{name}: torch refuses the state of cuda:{device} for cuda:{here}: {error}"
+                ) from error
 
     def _places(self, state: Mapping[str, Any], count: int) -> dict[int, int]:
         """Where the state of each device goes: the current one's to the current one."""
