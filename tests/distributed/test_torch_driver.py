@@ -64,7 +64,8 @@ def save(content, path, **options):
     import torch.distributed.checkpoint as dcp
 
     warnings.simplefilter("ignore")
-    dcp.save(content, storage_writer=shardkeep.torch.StorageWriter(path), **options)
+    options.setdefault("storage_writer", shardkeep.torch.StorageWriter(path))
+    dcp.save(content, **options)
 
 
 def load(target, path, **options):
@@ -263,9 +264,11 @@ def save_and_fail(rank, world, path, victim, how):
                 raise RuntimeError("this rank cannot")
             return super().resolve_data(write_item)
 
+    writer = shardkeep.torch.StorageWriter(path)  # outlives its save, as a program's may
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        save(state(world, 0, 9.0), path, planner=Failing())
+        save(state(world, 0, 9.0), path, planner=Failing(), storage_writer=writer)
     if how == "raise":
+        assert [name for name in os.listdir(path) if name.endswith(".tmp")] == []
         assert isinstance(caught.value, CheckpointException)
         assert list(caught.value.failures) == [victim]
         assert "this rank cannot" in str(caught.value)

@@ -203,8 +203,9 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         try:
             done = self._write(native, plan, planner, rank)
         except BaseException:
-            # Without this rank's word nothing is committed, so its files can go.
-            native.abort()
+            # Without this rank's word nothing is committed, so its files can go. So can the lease:
+            # the coordinator's writer is not told, and would hold it for as long as it lives.
+            native.abort(alone=True)
             self._end()
             raise
         finally:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import socket
@@ -73,6 +74,7 @@ __all__ = ["NativeWriter"]
 log = logging.getLogger("shardkeep")
 
 LEASE_SEEN_S = 10.0
+LEASE_TRIES = 3
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
 
@@ -142,6 +144,8 @@ class NativeWriter(StorageWriter):
         self.stats: dict[str, float] = {}
         """What `write_data` did: see `shardkeep.engine.writing.WriteStats`."""
         self._lease: Lease | None = None
+        self._leased = ""
+        """The name of the lease that another rank holds."""
         self._layout: Layout | None = None
         self._written: list[str] = []
         self._replaced: list[str] = []
@@ -169,18 +173,29 @@ class NativeWriter(StorageWriter):
         self._place = place
         if not place.is_coordinator:
             word = msgspec.msgpack.decode(announcement, type=dict[str, str])
-            self.save_id = word["save_id"]
+            self.save_id, self._leased = word["save_id"], word["lease"]
             self._see_lease(word)
             return announcement
         with storage_errors(f"looking at {self._store.root}"):
             self._refuse_occupied()
-        with storage_errors(f"making the directory {self._store.root}"):
-            self._store.make_directory("")
-            self._store.make_directory(DATA)
         self.save_id = new_save_id()
-        self._lease = Lease(self._store, self.save_id)
+        self._lease = self._take_lease()
         word = {"save_id": self.save_id, "lease": self._lease.name, "host": socket.gethostname()}
         return msgspec.msgpack.encode(word)
+
+    def _take_lease(self) -> Lease:
+        """In a directory that is made if need be: and again, where somebody who cleans takes what
+        a killed save left for empty, before the lease says otherwise."""
+        for left in range(LEASE_TRIES, -1, -1):
+            try:
+                with storage_errors(f"making the directory {self._store.root}"):
+                    self._store.make_directory("")
+                    self._store.make_directory(DATA)
+                return Lease(self._store, self.save_id)
+            except StorageError as error:
+                if error.errno != errno.ENOENT or not left:
+                    raise
+        raise AssertionError
 
     def _refuse_occupied(self) -> None:
         root = self._store.root
@@ -480,9 +495,14 @@ class NativeWriter(StorageWriter):
             lease.release()
             unlink_all(self._store, self._replaced, patience_s=5.0 if os.name == "nt" else 0.0)
 
-    def abort(self, *, committing: bool = False) -> None:
-        """Remove this rank's files, unless the checkpoint may exist."""
+    def abort(self, *, committing: bool = False, alone: bool = False) -> None:
+        """Remove this rank's files, unless the checkpoint may exist.
+
+        `alone`: the coordinator will not do the same, but commits nothing either. Then the lease
+        goes too, whoever holds it.
+        """
         lease, self._lease = self._lease, None
+        leased, self._leased = self._leased, ""
         written, self._written = self._written, []
         with contextlib.suppress(Exception):
             if committing and not self._place.is_coordinator:
@@ -495,6 +515,8 @@ class NativeWriter(StorageWriter):
                 lease.release()
             if not absent:
                 return
+            if alone and leased:
+                written = [leased, *written]
             if committing and self._layout is not None:
                 written = [*written, *(plan.name(self.save_id) for plan in self._layout.files)]
             unlink_all(self._store, written)
