@@ -416,12 +416,27 @@ def test_what_is_kept_is_synced(tmp_path, monkeypatch):
     real = LocalStore.sync_file
 
     def sync(self, name):
-        synced.append(name)
-        real(self, name)
+        synced.append((self.root.name, name))
+        return real(self, name)
+
+    linked, link = [], LocalStore.link_from
+
+    def link_from(self, other, old, new):
+        linked.append((other.root.name, old))
+        assert linked[-1] in synced
+        link(self, other, old, new)
 
     monkeypatch.setattr(LocalStore, "sync_file", sync)
+    monkeypatch.setattr(LocalStore, "link_from", link_from)
     shardkeep.save(state, tmp_path / "1", base=tmp_path / "copy")
-    assert synced == [row.name for row in record_of(tmp_path / "1").files if row.kept]
+    assert len(linked) == sum(row.kept for row in record_of(tmp_path / "1").files) > 0
+    assert synced == [("copy", row.name) for row in record_of(tmp_path / "copy").files]
+    # A file that took the name of the one that was synced is synced by its new name.
+    synced.clear()
+    monkeypatch.setattr(LocalStore, "identify", lambda self, name: (0, 0))
+    shardkeep.save(state, tmp_path / "3", base=tmp_path / "copy")
+    kept = [row.name for row in record_of(tmp_path / "3").files if row.kept]
+    assert [name for where, name in synced if where == "3"] == kept
 
     def fail(self, name):
         raise OSError(errno.EIO, "no more")

@@ -12,7 +12,8 @@ import importlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import add
+from itertools import repeat
+from operator import add, is_not
 from typing import Any, Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -44,6 +45,7 @@ __all__ = [
     "TargetsApart",
     "Unstepped",
     "adapter_of",
+    "adapters_of",
     "ask_each",
     "region",
     "settle_all",
@@ -548,8 +550,17 @@ def adapter_of(value: object) -> ArrayAdapter | None:
 def any_sets_shard_fields(values: Sequence[object]) -> bool:
     """Whether shard fields are set on one of these arrays itself, as on a plain torch tensor."""
     # Not by looking into `__dict__`: asked for it, every tensor would get one.
-    field = SHARD_FIELDS[0]
-    return any(getattr(value, field, None) is not None for value in values)
+    found = map(getattr, values, repeat(SHARD_FIELDS[0]), repeat(None))
+    return any(map(is_not, found, repeat(None)))
+
+
+def adapters_of(values: Sequence[object]) -> list[ArrayAdapter | None]:
+    """The adapter of each; mostly they are alike, and that costs little for each."""
+    if any_sets_shard_fields(values):
+        return list(map(adapter_of, values))
+    kinds = list(map(type, values))
+    known = {kind: adapter_of_type(kind) for kind in set(kinds)}
+    return list(map(known.__getitem__, kinds))
 
 
 def ask_each(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from shardkeep.arrays import YIELDING, ArrayAdapter, ArrayForm, Source, adapter_of, ask_each
+from shardkeep.arrays import YIELDING, ArrayAdapter, ArrayForm, Source, adapters_of, ask_each
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.memory import Addresses
@@ -140,8 +141,9 @@ class Holding:
     def _are_as_seen(self, rows: list[int]) -> bool:
         """Whether arrays recognised by identity have the forms they had."""
         leaves = [self.look.tensor_leaf[row] for row in rows]
-        values, adapters = self.flat.values, self.flat.adapters
-        if any(adapter_of(values[leaf]) is not adapters[leaf] for leaf in leaves):
+        arrays = [self.flat.values[leaf] for leaf in leaves]
+        known = (self.flat.adapters[leaf] for leaf in leaves)
+        if not all(map(is_, adapters_of(arrays), known)):
             return False
         seen = self._by_adapter(lambda adapter, arrays: adapter.glances(arrays), leaves)
         return seen == [self.look.glances[row] for row in rows]

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from shardkeep.memory import address_of
 from shardkeep.stores.direct import direct_alignment, in_memory, set_direct, start_writeback
 from shardkeep.stores.reading import ReadFile
 
-__all__ = ["LocalStore", "ReadFile", "WriteFile", "above_stdio", "storage_errors"]
+__all__ = ["FileId", "LocalStore", "ReadFile", "WriteFile", "above_stdio", "storage_errors"]
 
 _NOT_OURS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL}
 """What syncing a directory that only others can change may answer."""
@@ -211,6 +212,10 @@ class Stat:
     """Names it has."""
 
 
+FileId: TypeAlias = tuple[int, int]
+"""Of a file, whichever of its names it was found by."""
+
+
 class LocalStore:
     """One directory and what is in it."""
 
@@ -224,9 +229,16 @@ class LocalStore:
     def _path(self, name: str) -> Path:
         return self.root / name if name else self.root
 
-    def make_directory(self, name: str) -> None:
-        """Make a directory and what it needs above it; every parent that gains one is synced."""
+    def make_directory(self, name: str, *, sync: bool = True) -> None:
+        """Make a directory and what it needs above it; every parent that gains one is synced.
+
+        Without `sync`, whoever calls syncs the directory that it is in.
+        """
         path = self._path(name)
+        if not sync:
+            with contextlib.suppress(FileExistsError):
+                self._mkdir(path)
+            return
         missing = []
         while not path.exists():
             missing.append(path)
@@ -292,13 +304,20 @@ class LocalStore:
         follow = os.link not in os.supports_follow_symlinks
         os.link(self._path(old), self._path(new), follow_symlinks=follow)
 
-    def sync_file(self, name: str) -> None:
-        """Make the contents of a file durable that somebody else has written."""
+    def sync_file(self, name: str) -> FileId:
+        """Make the contents of a file durable that somebody else has written; says which it is."""
         descriptor = os.open(self._path(name), os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             os.fsync(descriptor)
+            found = os.fstat(descriptor)
         finally:
             os.close(descriptor)
+        return found.st_dev, found.st_ino
+
+    def identify(self, name: str) -> FileId:
+        """Which file a name leads to."""
+        found = os.stat(self._path(name), follow_symlinks=False)
+        return found.st_dev, found.st_ino
 
     def link_from(self, other: LocalStore, old: str, new: str) -> None:
         """Give a file of another directory, which is never written to again, a name in this one."""

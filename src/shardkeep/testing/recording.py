@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardkeep.storage import CheckpointId
-from shardkeep.stores.local import LocalStore, WriteFile
+from shardkeep.stores.local import FileId, LocalStore, WriteFile
 
 __all__ = [
     "CrashPoint",
@@ -484,11 +484,12 @@ class RecordingStore(LocalStore):
             super().link(old, new)
             self.log.add(Enter(*self.log.place(self._path(new)), self._number(old)))
 
-    def sync_file(self, name: str) -> None:
+    def sync_file(self, name: str) -> FileId:
         """Sync, and log it."""
         with self.log.lock:
-            super().sync_file(name)
+            found = super().sync_file(name)
             self.log.add(SyncFile(self._number(name)))
+            return found
 
     def link_from(self, other: LocalStore, old: str, new: str) -> None:
         """Link a file of another directory under the same log, and log it."""

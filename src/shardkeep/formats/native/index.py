@@ -110,8 +110,12 @@ def _leaf_rows(structure: Structure, tensors: TensorTable, values: ValueTable) -
 class Index:
     """An index being read: the tensor table in memory, chunk rows on demand."""
 
-    def __init__(self, file: VerifiedFile, files: int, nbytes: int) -> None:
-        """Read the table; `files` is how many data files there are, `nbytes` what they hold."""
+    def __init__(self, file: VerifiedFile, files: int, nbytes: int, *, nested: bool = True) -> None:
+        """Read the table; `files` is how many data files there are, `nbytes` what they hold.
+
+        Without `nested`, the structure stays unread: names and boxes do not need it.
+        """
+        self._nested = nested
         self._file = file
         self._files = files
         self._nbytes = nbytes
@@ -186,7 +190,7 @@ class Index:
         if len(file) and not (file.min() >= 0 and file.max() < self._files and slot.min() >= 0):
             raise ValueError("a value lies in a file that is not there")
         self.values = ValueTable(value_names, np.full(len(slot), -1), slot, file)
-        self.structure = self._read_structure()
+        self._structure = self._read_structure() if self._nested else None
 
     def _strings(self, blob: str, start: str) -> list[str]:
         text = self._column(blob).tobytes()
@@ -239,6 +243,12 @@ class Index:
             raise ValueError("names do not follow from the structure")
         structure.take_names(names)
         return structure
+
+    @property
+    def structure(self) -> Structure:
+        """The nesting."""
+        assert self._structure is not None
+        return self._structure
 
     @property
     def state(self) -> StateColumns:

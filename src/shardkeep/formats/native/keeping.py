@@ -9,9 +9,8 @@ hold more than the new checkpoint wants of it; the index says what that is.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,6 +24,7 @@ from shardkeep.engine.digests import Algorithm
 from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.commit import read_record, unlink_all
+from shardkeep.formats.native.earlier import Earlier
 from shardkeep.formats.native.layout import (
     Layout,
     Limits,
@@ -37,8 +37,8 @@ from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import FileRow, Record
 from shardkeep.global_plan import group_equal, sort_keys
 from shardkeep.planner import SavePlanner, WriteItems
-from shardkeep.stores.local import LocalStore
-from shardkeep.tables import StateColumns, TensorTable
+from shardkeep.stores.local import FileId, LocalStore
+from shardkeep.tables import ChunkTable, StateColumns, TensorTable
 
 __all__ = ["Keeping", "Same", "compare", "join", "without_kept", "worth_keeping"]
 
@@ -87,7 +87,7 @@ NOTHING = Same(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int6
 
 
 def compare(
-    base: NativeReader,
+    earlier: Earlier,
     items: WriteItems,
     planner: SavePlanner,
     *,
@@ -101,18 +101,17 @@ def compare(
 
     A base that cannot be read, or is digested in another way, has none.
     """
-    with contextlib.closing(base):
-        try:
-            base.read_metadata()
-            if (base.record.digests, base.record.block) != (algorithm.name, block):
-                log.info("%s is digested in another way; nothing of it is kept", base.root)
-                return NOTHING
-            found = _candidates(base, items)
-            wanted = base.contents_at(found.file, found.start)
-        except CheckpointError as error:
-            log.warning("all is written, as %s cannot be compared with: %s", base.root, error)
+    try:
+        base = earlier.tables()
+        if (base.record.digests, base.record.block) != (algorithm.name, block):
+            log.info("%s is digested in another way; nothing of it is kept", base.root)
             return NOTHING
+        found = _candidates(base, earlier.chunks, items)
+        wanted = base.contents_at(found.file, found.start)
         save_id = base.record.save_id
+    except CheckpointError as error:
+        log.warning("all is written, as the base cannot be compared with: %s", error)
+        return NOTHING
     digests = _contents(
         items,
         planner,
@@ -122,8 +121,7 @@ def compare(
         threads=threads,
         progress=progress,
     )
-    theirs = np.frombuffer(b"".join(wanted), np.uint8).reshape(digests.shape)
-    same = (digests == theirs).all(axis=1)
+    same = (digests == wanted).all(axis=1)
     return Same(found.row[same], found.file[same], found.start[same], save_id)
 
 
@@ -159,14 +157,22 @@ def _contents(
     return out
 
 
-def _candidates(base: NativeReader, items: WriteItems) -> Same:
-    """Chunks that the base has the same box of, in a tensor of the same name, type and shape."""
+def _candidates(base: NativeReader, chunks: ChunkTable | None, items: WriteItems) -> Same:
+    """Chunks that the base has the same box of, in a tensor of the same name, type and shape.
+
+    `chunks` are those of the base, if they are known already.
+    """
     to_base = _same_tensors(items.tensors, base.index.tensors)
-    chunks, _ = base.index.chunks_among(np.unique(to_base[to_base >= 0]))
+    if chunks is None:
+        chunks, _ = base.index.chunks_among(np.unique(to_base[to_base >= 0]))
     assert chunks.file is not None
     assert chunks.start is not None
     if not len(chunks):
         return NOTHING
+    if np.array_equal(to_base[items.chunks.tensor], chunks.tensor) and _equal(
+        items.chunks.boxes, chunks.boxes
+    ):
+        return Same(np.arange(len(chunks)), chunks.file, chunks.start)
     wanted = np.flatnonzero(to_base[items.chunks.tensor] >= 0)
     ours = items.chunks.boxes.take(wanted)
     boxes = Boxes.join([ours, chunks.boxes])
@@ -183,18 +189,32 @@ def _candidates(base: NativeReader, items: WriteItems) -> Same:
     return Same(wanted[found], chunks.file[at[found]], chunks.start[at[found]])
 
 
+def _equal(one: Boxes, other: Boxes) -> bool:
+    return np.array_equal(one.offsets, other.offsets) and np.array_equal(one.sizes, other.sizes)
+
+
 def _same_tensors(ours: TensorTable, theirs: TensorTable) -> Ints:
     """For each tensor, the row that is stored under its name with its type and shape; or -1."""
-    find = theirs.row_of.get
-    row = np.array([find(name, -1) for name in ours.names], np.int64)
-    pairs = zip(range(len(row)), row.tolist(), strict=True)
-    for tensor, there in pairs:
-        if there >= 0 and not (
-            theirs.alias_of[there] < 0
-            and ours.kinds[ours.kind[tensor]].dtype == theirs.kinds[theirs.kind[there]].dtype
-            and ours.shape(tensor) == theirs.shape(there)
-        ):
-            row[tensor] = -1
+    if ours.names == theirs.names:
+        row = np.arange(len(ours.names))
+    else:
+        find = theirs.row_of.get
+        row = np.array([find(name, -1) for name in ours.names], np.int64)
+    mine = np.flatnonzero(row >= 0)
+    there = row[mine]
+    dtypes = {kind.dtype: at for at, kind in enumerate((*ours.kinds, *theirs.kinds))}
+    one, other = ([dtypes[kind.dtype] for kind in table.kinds] for table in (ours, theirs))
+    alike = theirs.alias_of[there] < 0
+    alike &= (
+        np.array(one, np.int64)[ours.kind[mine]] == np.array(other, np.int64)[theirs.kind[there]]
+    )
+    alike &= np.diff(ours.shape_start)[mine] == np.diff(theirs.shape_start)[there]
+    row[mine[~alike]] = -1
+    mine, there = mine[alike], there[alike]
+    shape = Boxes(ours.shape_start, ours.shapes, ours.shapes).take(mine)
+    stored = Boxes(theirs.shape_start, theirs.shapes, theirs.shapes).take(there)
+    owner = np.repeat(mine, np.diff(shape.start))
+    row[owner[shape.sizes != stored.sizes]] = -1
     return row
 
 
@@ -215,6 +235,8 @@ class Keeping:
     """How many save."""
     written: list[str]
     """Names of files that an abort removes: those of kept files join them."""
+    synced: Callable[[], Mapping[str, FileId]]
+    """Files of the base that are durable, by name."""
 
     def keep(self, compared: str, wanted: Ints, total: int) -> dict[int, FileRow]:
         """Keep what is worth it, by the number of each file: of each so many bytes are wanted, of
@@ -228,41 +250,35 @@ class Keeping:
             return {}
         size = np.array([row.size for row in record.files[: len(wanted)]], np.int64)
         numbers = worth_keeping(size, wanted, total, MOST_FILES * self.ranks)
-        return _link_files(record, numbers, self.base, self.store, self.save_id, self.written)
+        return self._link(record, numbers)
 
+    def _link(self, record: Record, numbers: Sequence[int]) -> dict[int, FileRow]:
+        """Give a second name to files of the base, the oldest first: in the order of their names,
+        what was written last comes last.
 
-def _link_files(
-    record: Record,
-    numbers: Sequence[int],
-    base: LocalStore,
-    store: LocalStore,
-    save_id: str,
-    written: list[str],
-) -> dict[int, FileRow]:
-    """Give a second name to files of the base, the oldest first: in the order of their names, what
-    was written last comes last.
-
-    Each name joins `written`. A file that cannot be linked is not kept: it is on another file
-    system, or is gone meanwhile. All are synced: the base may be a copy that somebody just made.
-    """
-    kept: dict[int, FileRow] = {}
-    for number in sorted(numbers, key=lambda number: (not record.files[number].kept, number)):
-        row = record.files[number]
-        name = kept_file(save_id, len(kept))
-        try:
-            store.link_from(base, row.name, name)
-        except OSError as error:
-            log.info("%s is not kept: %s", base.root / row.name, error)
-            continue
-        try:
-            store.sync_file(name)
-        except OSError as error:
-            log.warning("%s is not kept: %s", base.root / row.name, error)
-            unlink_all(store, [name])
-            continue
-        written.append(name)
-        kept[number] = replace(row, name=name, kept=True)
-    return kept
+        A file that cannot be linked is not kept: it is on another file system, or is gone
+        meanwhile. All are durable before: once it has a new name, a sync waits for that too.
+        """
+        base, store, kept = self.base, self.store, dict[int, FileRow]()
+        synced = self.synced()
+        for number in sorted(numbers, key=lambda number: (not record.files[number].kept, number)):
+            row = record.files[number]
+            name = kept_file(self.save_id, len(kept))
+            try:
+                store.link_from(base, row.name, name)
+            except OSError as error:
+                log.info("%s is not kept: %s", base.root / row.name, error)
+                continue
+            try:
+                if store.identify(name) != synced.get(row.name):
+                    store.sync_file(name)
+            except OSError as error:
+                log.warning("%s is not kept: %s", base.root / row.name, error)
+                unlink_all(store, [name])
+                continue
+            self.written.append(name)
+            kept[number] = replace(row, name=name, kept=True)
+        return kept
 
 
 def worth_keeping(size: Ints, wanted: Ints, total: int, most: int) -> list[int]:

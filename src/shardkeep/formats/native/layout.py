@@ -106,7 +106,8 @@ def plan_layout(
     order = order_by(chunks.rank * 32 + (16 - level), world_size * 32)
     ends = np.cumsum(nbytes[order])
     begins = ends - nbytes[order]
-    text = np.cumsum(_entry_bounds(tensors)[chunks.tensor[order]])
+    used, which = np.unique(chunks.tensor[order], return_inverse=True)
+    text = np.cumsum(_entry_bounds(tensors, used)[which])
     edges = np.searchsorted(chunks.rank[order], np.arange(world_size + 1))
     has_values = np.bincount(values.rank, minlength=world_size) > 0
     place = np.zeros(len(chunks), np.int64)
@@ -171,15 +172,16 @@ def _cut(
     return out
 
 
-def _entry_bounds(tensors: TensorTable) -> Ints:
-    """For each tensor, the most bytes a header entry of one of its chunks can take."""
+def _entry_bounds(tensors: TensorTable, rows: Ints) -> Ints:
+    """For each of some tensors, the most bytes a header entry of one of its chunks can take."""
     digits = np.ones(len(tensors.shapes), np.int64)
     for power in range(1, 19):
         digits += tensors.shapes >= 10**power
     per_shape = np.add.reduceat(np.append(digits + 1, 0), tensors.shape_start[:-1]) * (
         np.diff(tensors.shape_start) > 0
     )
-    names = np.array([len(msgspec.json.encode(name)) for name in tensors.names], np.int64)
+    per_shape, encode = per_shape[rows], msgspec.json.encode
+    names = np.array([len(encode(tensors.names[row])) for row in rows.tolist()], np.int64)
     # The name, offsets and shape; then braces, a dtype, two numbers of 20 digits, `~n`.
     bounds: Ints = names + 2 * per_shape + 160
     return bounds

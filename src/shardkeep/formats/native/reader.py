@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.arrays import HostPlaces, Sink, Staging
-from shardkeep.columns import Boxes, Ints
+from shardkeep.columns import Boxes, Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
@@ -77,7 +77,7 @@ class NativeReader(StorageReader):
         """What was read since the last `reset`, and the seconds that took."""
         self._open_store = open_store
         self._files = OpenFiles(self._open_data)
-        self._contents_of: dict[int, dict[int, bytes]] = {}
+        self._contents_of: dict[int, tuple[Ints, Column]] = {}
         self._index_file: VerifiedFile | None = None
         self._begun: Reading | None = None
         self.reset(checkpoint_id)
@@ -121,6 +121,22 @@ class NativeReader(StorageReader):
 
     def read_metadata(self, announcement: bytes = b"") -> Metadata:
         """Record, then the tensor table of the index."""
+        self.read_tables(announcement, nested=True)
+        files = [row.name for row in self.record.files]
+        ranges = [
+            (row.values or 0, row.payload - row.values if row.values else 0)
+            for row in self.record.files
+        ]
+        state = self.index.state
+        return Metadata(
+            state,
+            self.index.structure,
+            LocationColumns(state, files, ranges),
+            StorageMeta(self.checkpoint_id, self.record.save_id),
+        )
+
+    def read_tables(self, announcement: bytes = b"", *, nested: bool = False) -> None:
+        """Record, and the tensor table of the index: without the nesting, unless asked for."""
         where = str(self._store.root / RECORD)
         data = announcement
         if not data:
@@ -140,19 +156,10 @@ class NativeReader(StorageReader):
         self._contents_of = {}
         self._index_file = self._open(self.record.index, check=True)
         self.index = Index(
-            self._index_file, len(self.record.files), sum(row.payload for row in self.record.files)
-        )
-        files = [row.name for row in self.record.files]
-        ranges = [
-            (row.values or 0, row.payload - row.values if row.values else 0)
-            for row in self.record.files
-        ]
-        state = self.index.state
-        return Metadata(
-            state,
-            self.index.structure,
-            LocationColumns(state, files, ranges),
-            StorageMeta(self.checkpoint_id, self.record.save_id),
+            self._index_file,
+            len(self.record.files),
+            sum(row.payload for row in self.record.files),
+            nested=nested,
         )
 
     def _say_foreign(self) -> None:
@@ -436,40 +443,47 @@ class NativeReader(StorageReader):
             and np.array_equal(a.boxes.sizes, b.boxes.sizes)
         ):
             return False
-        return self._contents(a) == self._contents(b)
+        return np.array_equal(self._contents(a), self._contents(b))
 
-    def _contents(self, chunks: ChunkTable) -> list[bytes]:
+    def _contents(self, chunks: ChunkTable) -> Column:
         assert chunks.file is not None
         assert chunks.start is not None
         return self.contents_at(chunks.file, chunks.start)
 
-    def contents_at(self, file: Ints, start: Ints) -> list[bytes]:
-        """Content digests of chunks, by their file and where they start in it."""
-        files = self._contents_of
-        for number in set(file.tolist()) - files.keys():
-            files[number] = self.content_digests(number)
-        try:
-            return [
-                files[number][at] for number, at in zip(file.tolist(), start.tolist(), strict=True)
-            ]
-        except KeyError as error:
-            raise FormatError(
-                f"{self.record.index.name}: no content digest for a chunk at byte {error}"
-            ) from error
+    def contents_at(self, file: Ints, start: Ints) -> Column:
+        """Content digests of chunks, by their file and where they start in it: one row for each."""
+        out = np.zeros((len(file), algorithm(self.record.digests).size), np.uint8)
+        for number in np.unique(file).tolist():
+            if number not in self._contents_of:
+                self._contents_of[number] = self._content_columns(number)
+            begins, digests = self._contents_of[number]
+            rows = np.flatnonzero(file == number)
+            at = np.searchsorted(begins, start[rows], "right") - 1
+            lost = start[rows[(at < 0) | (begins[at] != start[rows])]] if len(begins) else start
+            if len(lost):
+                raise FormatError(
+                    f"{self.record.index.name}: no content digest for a chunk at byte "
+                    f"{int(lost[0])} of {self.record.files[number].name}"
+                )
+            out[rows] = digests[at]
+        return out
 
     def content_digests(self, file: int) -> dict[int, bytes]:
         """Content digest of each chunk of a data file, by where the chunk starts."""
+        begins, digests = self._content_columns(file)
+        return dict(zip(begins.tolist(), map(bytes, digests), strict=True))
+
+    def _content_columns(self, file: int) -> tuple[Ints, Column]:
+        """Where the chunks of a data file start, in ascending order, and their content digests."""
         row = self.record.files[file]
         size = CONTENT_KEY + algorithm(self.record.digests).size
         end = row.payload if row.values is None else row.values
         with self.data_file(file) as opened, storage_errors(f"reading {row.name}"):
             data = opened.read_range(end - row.chunks * size, row.chunks * size)
-        return {
-            int.from_bytes(data[at : at + CONTENT_KEY], "little"): data[
-                at + CONTENT_KEY : at + size
-            ]
-            for at in range(0, len(data), size)
-        }
+        table = np.frombuffer(data, np.uint8).reshape(-1, size)
+        begins = np.ascontiguousarray(table[:, :CONTENT_KEY]).view("<i8").reshape(-1)
+        order = np.argsort(begins, kind="stable")
+        return begins[order], table[order, CONTENT_KEY:]
 
 
 def _items_of(plan: LoadPlan) -> ReadItems:

@@ -19,8 +19,9 @@ import numpy as np
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
-from shardkeep.engine.budget import BufferPool, checked_budget, usable_cores
+from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool, checked_budget, usable_cores
 from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.engine.parallel import Behind
 from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.errors import (
@@ -36,6 +37,7 @@ from shardkeep.formats.native.commit import (
     wait_visible,
 )
 from shardkeep.formats.native.detached import write_detached
+from shardkeep.formats.native.earlier import Earlier
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
@@ -77,6 +79,10 @@ LEASE_SEEN_S = 10.0
 LEASE_TRIES = 3
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
+
+INDEX_BUDGET = MINIMUM_BUDGET
+INDEX_BEHIND = 4 * INDEX_BUDGET
+"""Bytes of buffers from which on an index is written beside data files."""
 
 MOST_VALUES = 256 << 20
 """Bytes of plain values that are sent to a process; chunks are not sent."""
@@ -146,6 +152,9 @@ class NativeWriter(StorageWriter):
         self._lease: Lease | None = None
         self._leased = ""
         """The name of the lease that another rank holds."""
+        self._earlier: Earlier | None = None
+        self._indexing: Behind | None = None
+        self._index: FileRow | None = None
         self._layout: Layout | None = None
         self._written: list[str] = []
         self._replaced: list[str] = []
@@ -171,6 +180,8 @@ class NativeWriter(StorageWriter):
     def set_up_storage_writer(self, place: Place, announcement: bytes = b"") -> bytes:
         """The coordinator takes a lease; every other rank must see it."""
         self._place = place
+        if self.base is not None:
+            self._look_at_base(self.base)
         if not place.is_coordinator:
             word = msgspec.msgpack.decode(announcement, type=dict[str, str])
             self.save_id, self._leased = word["save_id"], word["lease"]
@@ -183,6 +194,12 @@ class NativeWriter(StorageWriter):
         word = {"save_id": self.save_id, "lease": self._lease.name, "host": socket.gethostname()}
         return msgspec.msgpack.encode(word)
 
+    def _look_at_base(self, base: CheckpointId) -> None:
+        """Begin to: the rest of the set-up mostly waits for the disk."""
+        reader = NativeReader(base, open_store=self._open_store)
+        store = self._open_store(base) if self._place.is_coordinator else None
+        self._earlier = Earlier(reader, store, all_of_it=self._place.world_size == 1)
+
     def _take_lease(self) -> Lease:
         """In a directory that is made if need be: and again, where somebody who cleans takes what
         a killed save left for empty, before the lease says otherwise."""
@@ -190,7 +207,7 @@ class NativeWriter(StorageWriter):
             try:
                 with storage_errors(f"making the directory {self._store.root}"):
                     self._store.make_directory("")
-                    self._store.make_directory(DATA)
+                    self._store.make_directory(DATA, sync=False)  # its name is, with the lease's
                 return Lease(self._store, self.save_id)
             except StorageError as error:
                 if error.errno != errno.ENOENT or not left:
@@ -269,13 +286,12 @@ class NativeWriter(StorageWriter):
 
     def compare_data(self, plan: SavePlan, planner: SavePlanner) -> bytes:
         """The chunks that the base has, by their content digests."""
-        assert self.base is not None
+        assert self._earlier is not None
         threads = self._cores(isinstance(planner, StagedPlanner))
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        pool = BufferPool(budget, threads, self.block, staging=planner.staging)
+        pool = BufferPool(self._budget(), threads, self.block, staging=planner.staging)
         try:
             return compare(
-                NativeReader(self.base, open_store=self._open_store),
+                self._earlier,
                 WriteItems.of(plan.items),
                 planner,
                 algorithm=self._algorithm,
@@ -290,12 +306,30 @@ class NativeWriter(StorageWriter):
     def share_data(self, told: list[bytes], metadata: Metadata) -> list[bytes]:
         """Keep files of the base, and lay out around them what changed."""
         assert self.base is not None
-        base, ranks = self._open_store(self.base), self._place.world_size
-        keeping = Keeping(base, self._store, self.save_id, ranks, self._written)
-        self._layout, answers = join(
-            told, _columns_of(metadata), self.limits, self._algorithm.size, keeping.keep
+        assert self._earlier is not None
+        keeping = Keeping(
+            self._open_store(self.base),
+            self._store,
+            self.save_id,
+            self._place.world_size,
+            self._written,
+            self._earlier.synced,
         )
+        state = _columns_of(metadata)
+        self._layout, answers = join(told, state, self.limits, self._algorithm.size, keeping.keep)
+        if self._budget() >= INDEX_BEHIND:
+            self._begin_index(state, metadata.planner_data)
         return answers
+
+    def _begin_index(self, state: StateColumns, structure: Structure | None) -> None:
+        """What changed is written meanwhile: a disk's work, and this is an interpreter's."""
+        assert structure is not None
+
+        def write() -> None:
+            self._index = self._write_index(state, structure)
+
+        self._indexing = Behind()
+        self._indexing.run(write)
 
     def use_shared(self, plan: SavePlan, answer: bytes) -> SavePlan:
         """Only what changed is written."""
@@ -337,7 +371,7 @@ class NativeWriter(StorageWriter):
             with soon, self._file_writer(planner.staging, behind) as files:
                 written = job.write(files, self._written)
             self.stats = files.stats.as_dict()
-        if plans:
+        if plans and not self._place.is_coordinator:  # who syncs it once the index is there too
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
         if self.base is not None:
@@ -373,18 +407,25 @@ class NativeWriter(StorageWriter):
             self._store.root,
             chunks,
             planner,
-            budget=checked_budget(self.memory_budget, self.ranks_on_host),
+            budget=self._budget(),
             cores=self._cores(True),
             progress=self.progress or (lambda nbytes: None),
         )
         return written
 
-    def _file_writer(self, staging: Staging | None = None, behind: bool = False) -> FileWriter:
+    def _budget(self) -> int:
+        """Bytes of buffers; but for those of an index that is written at the same time."""
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        return budget if self._indexing is None else budget - INDEX_BUDGET
+
+    def _file_writer(
+        self, staging: Staging | None = None, behind: bool = False, budget: int | None = None
+    ) -> FileWriter:
         return FileWriter(
             self._store,
             self._algorithm,
             self.block,
-            budget=checked_budget(self.memory_budget, self.ranks_on_host),
+            budget=self._budget() if budget is None else budget,
             cores=self._cores(behind),
             staging=staging,
             progress=self.progress,
@@ -433,7 +474,11 @@ class NativeWriter(StorageWriter):
         state = _columns_of(metadata)
         structure = metadata.planner_data
         assert structure is not None
-        index = self._write_index(state, structure)
+        if self._indexing is not None:
+            self._indexing.wait()
+        index = self._index or self._write_index(state, structure)
+        with storage_errors(f"syncing {self._store.root / DATA}"):
+            self._store.sync_directory(DATA)
         wait_visible(self._store, {row.name: row.size for row in (index, *files)}, self._lease)
         requires = sorted({feature for report in reports for feature in report.features})
         record = Record(
@@ -471,11 +516,9 @@ class NativeWriter(StorageWriter):
         parts = index_entries(structure, state.tensors, self._layout.chunks, self._layout.values)
         layout = self._digest_layout(parts.payload)
         name = index_file(self.save_id)
-        with self._file_writer() as files:
+        with self._file_writer(budget=INDEX_BUDGET) as files:
             payload = index_payload(parts, layout, self._file_metadata())
             root = files.write(name, payload, layout, self._written)
-        with storage_errors(f"syncing {self._store.root / DATA}"):
-            self._store.sync_directory(DATA)
         return FileRow(name, layout.file_size, layout.payload, root)
 
     def _note_replaced(self) -> None:
@@ -489,6 +532,7 @@ class NativeWriter(StorageWriter):
 
     def settle(self) -> None:
         """Remove the lease's name and the files of the replaced checkpoint."""
+        self._let_go()
         self._written = []
         lease, self._lease = self._lease, None
         if lease is not None:
@@ -501,6 +545,7 @@ class NativeWriter(StorageWriter):
         `alone`: the coordinator will not do the same, but commits nothing either. Then the lease
         goes too, whoever holds it.
         """
+        self._let_go()
         lease, self._lease = self._lease, None
         leased, self._leased = self._leased, ""
         written, self._written = self._written, []
@@ -520,6 +565,16 @@ class NativeWriter(StorageWriter):
             if committing and self._layout is not None:
                 written = [*written, *(plan.name(self.save_id) for plan in self._layout.files)]
             unlink_all(self._store, written)
+
+    def _let_go(self) -> None:
+        """Of what is done behind; the name of its file is known then."""
+        earlier, self._earlier = self._earlier, None
+        indexing, self._indexing = self._indexing, None
+        with contextlib.suppress(Exception):
+            if indexing is not None:
+                indexing.give_up()
+            if earlier is not None:
+                earlier.close()
 
     def _surely_absent(self) -> bool:
         """Whether this save is known not to be the committed one; an unreadable record is not."""
