@@ -299,13 +299,17 @@ class Holding:
             ],
             np.int64,
         )
-        leaves = self.look.tensor_leaf
+        rows, which = np.unique(self.look.tensor[numbers], return_inverse=True)
+        leaves = [self.look.tensor_leaf[row] for row in rows.tolist()]
         adapters: list[Any] = [self.flat.adapters[leaf] for leaf in leaves]
-        columns = [[self.flat.values[leaf] for leaf in leaves], sizes[self.look.form].tolist()]
+        columns = [
+            [self.flat.values[leaf] for leaf in leaves],
+            sizes[self.look.form[rows]].tolist(),
+        ]
         found = ask_each(
             adapters, columns, lambda adapter, *columns: adapter.host_addresses(*columns)
         )
-        known: Addresses = np.array(found, np.uint64)[self.look.tensor[numbers]]
+        known: Addresses = np.array(found, np.uint64)[which]
         return known
 
     def stepped(self) -> tuple[npt.NDArray[np.bool_], Callable[[], dict[int, bool]]]:

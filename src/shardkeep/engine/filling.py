@@ -22,6 +22,8 @@ from shardkeep.arrays import (
     Staging,
 )
 from shardkeep.columns import Ints
+from shardkeep.engine.moves import Mover
+from shardkeep.memory import Addresses
 
 __all__ = ["SMALL", "Chunks", "Filler"]
 
@@ -44,6 +46,9 @@ class Chunks:
     image: Callable[[int, int], Bytes | None] = lambda low, high: None
     """Memory of ours that holds the bytes [low, high) as they lie there, if there is any: nothing
     need be copied then. May wait for them."""
+    addresses: Callable[[int, int], Addresses] | None = None
+    """Says where chunks [low, high) lie in host memory as they are stored, which stands still
+    until all is copied; 0 for one that does not."""
 
 
 class Filler:
@@ -72,6 +77,14 @@ class Filler:
 
     def _fill_chunks(self, first: int, last: int, low: int, data: Bytes) -> None:
         chunks = self._chunks
+        if chunks.addresses is not None and self._staging is None:
+            address = chunks.addresses(first, last)
+            if address.all():
+                rows = slice(first, last)
+                Mover(chunks.start[rows], chunks.nbytes[rows], address).fill(
+                    low, low + len(data), data
+                )
+                return
         if last == first + 1:
             self._fill_part(first, self._source(first), low, data)
             return

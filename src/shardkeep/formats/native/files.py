@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -27,6 +27,7 @@ from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
 from shardkeep.formats.native.layout import FilePlan
 from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
+from shardkeep.memory import Addresses
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
@@ -227,7 +228,15 @@ class RankChunks:
         if isinstance(planner, StagedPlanner):
             place = planner.places(self.rows[rows])
             return replace(chunks, image=image_of(planner.snapshot, start, nbytes, place))
-        return chunks
+        return replace(
+            chunks, addresses=lambda first, last: self.addresses[low + first : low + last]
+        )
+
+    @cached_property
+    def addresses(self) -> Addresses:
+        """Where each lies in host memory as it is stored, while the state stands still; or 0."""
+        self._planner.check_sources(self._items, self.rows)
+        return self._planner.addresses(self._items, self.rows)
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
         return self._planner.sources(self._items, self.rows[low:high])

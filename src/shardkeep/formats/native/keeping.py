@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Column, Ints, narrow, pack, unpack
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.contents import digest_memory, digest_sources
@@ -136,8 +137,10 @@ def _contents(
     progress: Callable[[int], None],
 ) -> Column:
     """Content digests of some chunks, as they are now."""
-    planner.check_sources(items, rows)
-    nbytes, address = items.chunks.nbytes(items.tensors)[rows], planner.addresses(items, rows)
+    nbytes = items.chunks.nbytes(items.tensors)[rows]
+    with paused_collector():  # it would look at everything the program has, now and then
+        planner.check_sources(items, rows)
+        address = planner.addresses(items, rows)
     itemsize = items.tensors.itemsize[items.chunks.tensor[rows]]
     near, far = np.flatnonzero(address), np.flatnonzero(address == 0)
     far = far[np.argsort(-itemsize[far], kind="stable")]  # so that no element is cut in two
