@@ -323,3 +323,42 @@ def test_a_listing_that_fails_keeps_no_other_step_from_going(tmp_path, caplog):
     catalog.store.list = fail
     found = cleaning.clean(catalog, Pins(catalog.store), catalog.look())
     assert found.problems == ("step-1 could not be removed wholly",)
+
+
+# --- what takes long on one rank, while others wait for it
+
+
+def counted(manager, monkeypatch):
+    told = []
+    monkeypatch.setattr(manager.checkpointer.coordinator, "advance", told.append, raising=False)
+    return told
+
+
+def test_a_removal_tells_that_it_goes_on(tmp_path, monkeypatch):
+    fill(tmp_path, [1, 2, 3])
+    manager = CheckpointManager(tmp_path)
+    told = counted(manager, monkeypatch)
+    manager.delete(3)
+    assert len(told) >= 3
+    told.clear()
+    manager.restore(blank(), 1, drop_newer=True)
+    assert len(told) >= 3
+    assert [step.step for step in manager.steps()] == [1]
+
+
+def test_who_looks_seldom_tells_often(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardkeep.manager.waiting.TELL_S", 0.01)
+    manager = CheckpointManager(tmp_path)
+    told = counted(manager, monkeypatch)
+    looks = []
+    look = manager._catalog.look
+    monkeypatch.setattr(manager._catalog, "look", lambda: looks.append(1) or look())
+    with pytest.raises(TimeoutError):
+        manager.wait_for(1, timeout=0.5, poll_s=10.0)
+    assert len(looks) < 8 < len(told)
+
+
+@pytest.mark.parametrize("poll_s", [0, -1.0, float("nan")])
+def test_a_pause_of_nothing_is_refused(tmp_path, poll_s):
+    with pytest.raises(ValueError, match="poll_s"):
+        CheckpointManager(tmp_path).wait_for(1, timeout=1, poll_s=poll_s)

@@ -364,7 +364,8 @@ class CheckpointManager(RunFolder, Closing):
     def _drop_newer(self, passed: set[int]) -> bytes:
         """But for those that are pinned, and those that could not be read: they may be, later."""
         names = [self._catalog.names.of(step) for step in self._newer() if step not in passed]
-        left = remove_steps(self._catalog.store, self._pins, names)
+        advance = self._keeper.coordinator.advance
+        left = remove_steps(self._catalog.store, self._pins, names, progress=advance)
         for name in (*left.pinned, *left.failed):
             log.warning("%s is newer than what was restored, and stays in %s", name, self.root)
         return b""

@@ -102,7 +102,13 @@ class RunFolder:
 
     def _remove(self, steps: Sequence[int], *, force: bool) -> None:
         names = [self._catalog.names.of(step) for step in steps]
-        done = remove_steps(self._catalog.store, self._pins, names, force=force)
+        done = remove_steps(
+            self._catalog.store,
+            self._pins,
+            names,
+            force=force,
+            progress=self._keeper.coordinator.advance,  # the other ranks wait for it
+        )
         if done.pinned:
             held = self._pins.held()
             who = self._pins.describe([pin for name in done.pinned for pin in held.get(name, [])])

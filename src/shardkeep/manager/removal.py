@@ -49,11 +49,12 @@ def remove_steps(
     force: bool = False,
     moving: contextlib.AbstractContextManager[Any] | None = None,
     may_go: Callable[[str], bool] = lambda name: True,
+    progress: Callable[[int], None] = lambda files: None,
 ) -> Removal:
     """Remove steps; pinned ones are left unless `force`. The last of all bytes is gone on return.
 
     `may_go` is asked of each right before it is moved away, inside of `moving`: whoever decides
-    otherwise meanwhile does it in there.
+    otherwise meanwhile does it in there. `progress` is told of every file that goes.
 
     A reader pins and then looks whether the step is there; this moves it away and then looks at the
     pins. Whichever comes first, one of the two finds the other.
@@ -87,7 +88,7 @@ def remove_steps(
     removed: list[str] = []
     nbytes = 0
     for name, leaving in moved.items():
-        size, gone = remove_tree(store, leaving)
+        size, gone = remove_tree(store, leaving, progress)
         nbytes += size
         (removed if gone else failed).append(name)
     return Removal(tuple(removed), tuple(pinned), tuple(failed), nbytes)
@@ -167,7 +168,9 @@ def _is_whole(store: LocalStore, name: str) -> bool:
     return True
 
 
-def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
+def remove_tree(
+    store: LocalStore, name: str, progress: Callable[[int], None] = lambda files: None
+) -> tuple[int, bool]:
     """Remove a directory and what is in it, the record first; bytes, and whether all of it went.
 
     Others may be at the same. What a link leads to is not touched.
@@ -186,13 +189,14 @@ def remove_tree(store: LocalStore, name: str) -> tuple[int, bool]:
     for inner in sorted(names, key=lambda inner: (inner != RECORD, inner)):
         path = f"{name}/{inner}"
         if store.is_directory(path):
-            size, done = remove_tree(store, path)
+            size, done = remove_tree(store, path, progress)
             nbytes, gone = nbytes + size, gone and done
             continue
         try:
             size = store.stat(path).size
             store.unlink(path)
             nbytes += size
+            progress(1)
         except FileNotFoundError:
             continue
         except OSError as error:

@@ -10,6 +10,7 @@ from typing import Self
 import msgspec
 
 from shardkeep.checkpointer import Checkpointer
+from shardkeep.coordination import Coordinator
 from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.pins import Pin, Pins
 from shardkeep.manager.steps import Step
@@ -20,6 +21,8 @@ FIRST_LOOK_S = 0.05
 TRIES = 20
 """Steps that may vanish before they are pinned, until it waits as if there were none."""
 PAUSE_S = 0.002
+TELL_S = 5.0
+"""How long it is silent, at most."""
 
 
 class PinnedStep:
@@ -78,6 +81,8 @@ def next_step(
     coordinator = keeper.coordinator
 
     def lead() -> bytes:
+        if not poll_s > 0:
+            raise ValueError(f"poll_s is {poll_s!r}; it must be positive")
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK_S
         while True:
@@ -87,9 +92,8 @@ def next_step(
             left = pause if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 return b""
-            time.sleep(min(pause, left))
+            _pause(min(pause, left), coordinator)
             pause = min(2 * pause, poll_s)
-            coordinator.advance(1)  # to wait is what it is for; the others must not give it up
 
     try:
         word = coordinator.lead("wait for a step", lead)
@@ -108,6 +112,14 @@ def next_step(
             kept[0].release()
         raise
     return PinnedStep(found, kept[0])
+
+
+def _pause(seconds: float, coordinator: Coordinator) -> None:
+    """To wait is what it is for: the others must not give it up, however seldom it looks."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, TELL_S))
+        coordinator.advance(1)
 
 
 def _look(
