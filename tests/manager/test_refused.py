@@ -254,8 +254,8 @@ def test_a_save_that_begins_where_somebody_cleans_finds_its_directory(tmp_path, 
     catalog = CheckpointManager(tmp_path)._catalog
     made, left = LocalStore.make_directory, [2]
 
-    def make_directory(store, name):
-        made(store, name)
+    def make_directory(store, name, **options):
+        made(store, name, **options)
         if name == "data" and left[0]:
             left[0] -= 1
             removed = cleaning.clean(
