@@ -15,7 +15,7 @@ from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import Addresses
 
-__all__ = ["digest_memory", "digest_sources"]
+__all__ = ["digest_memory", "digest_sources", "view_memory"]
 
 TOGETHER = 256
 """Chunks in memory that one thread takes at a time, at most."""
@@ -39,7 +39,7 @@ def digest_memory(
         first, last, low, high = task
         ends = np.minimum(nbytes[first:last], high).tolist()
         places = (address[first:last] + np.uint64(low)).tolist()
-        parts = [_memory(at, end - low) for at, end in zip(places, ends, strict=True)]
+        parts = [view_memory(at, end - low) for at, end in zip(places, ends, strict=True)]
         digests.add_run(first, [low] * len(parts), parts)
         progress(0)
 
@@ -63,7 +63,8 @@ def _tasks(nbytes: Ints) -> Iterator[tuple[int, int, int, int]]:
         row = last
 
 
-def _memory(address: int, nbytes: int) -> memoryview:
+def view_memory(address: int, nbytes: int) -> memoryview:
+    """Host memory by its address, which the caller holds."""
     return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
 

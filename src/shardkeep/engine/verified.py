@@ -107,6 +107,10 @@ class VerifiedFile(BlockFile):
             self.check_blocks(first, data)
         return data
 
+    def block_digest(self, number: int) -> bytes:
+        """What the file says of one of its blocks; read and checked as all digests are."""
+        return self._digests(number, 1)
+
     def _digests(self, first: int, count: int) -> bytes:
         """Those of blocks, one after the other."""
         size, stop = self.layout.size, first + count

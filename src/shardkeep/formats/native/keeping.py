@@ -26,7 +26,9 @@ from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.commit import read_record, unlink_all
 from shardkeep.formats.native.earlier import Earlier
+from shardkeep.formats.native.early import EarlyFiles, WriteEarly, surely_changed
 from shardkeep.formats.native.layout import (
+    FilePlan,
     Layout,
     Limits,
     decode_rank_layout,
@@ -37,6 +39,7 @@ from shardkeep.formats.native.names import kept_file
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import FileRow, Record
 from shardkeep.global_plan import group_equal, sort_keys
+from shardkeep.memory import Addresses
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import FileId, LocalStore
 from shardkeep.tables import ChunkTable, StateColumns, TensorTable
@@ -66,22 +69,23 @@ class Same:
     """First byte there."""
     base: str = ""
     """The base's save, so that all mean the same; empty where it could not be read."""
+    early: EarlyFiles | None = None
+    """What it has written already."""
 
     def encode(self) -> bytes:
         """For the coordinator."""
         columns = {"row": self.row, "file": self.file, "start": self.start}
-        return msgspec.msgpack.encode(
-            (self.base, pack({key: narrow(column) for key, column in columns.items()}))
-        )
+        packed = pack({key: narrow(column) for key, column in columns.items()})
+        return msgspec.msgpack.encode((self.base, packed, self.early))
 
     @classmethod
     def decode(cls, message: bytes) -> Same:
         """What a rank told; nothing where it could not compare."""
         if not message:
             return NOTHING
-        base, columns = msgspec.msgpack.decode(message, type=tuple[str, bytes])
-        part = {key: column.astype(np.int64) for key, column in unpack(columns).items()}
-        return cls(part["row"], part["file"], part["start"], base)
+        told = msgspec.msgpack.decode(message, type=tuple[str, bytes, EarlyFiles | None])
+        part = {key: column.astype(np.int64) for key, column in unpack(told[1]).items()}
+        return cls(part["row"], part["file"], part["start"], told[0], told[2])
 
 
 NOTHING = Same(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
@@ -97,10 +101,12 @@ def compare(
     pool: BufferPool,
     threads: int,
     progress: Callable[[int], None],
+    write_early: WriteEarly | None = None,
 ) -> Same:
     """Which of a rank's chunks the base has, bit for bit, by their content digests.
 
-    A base that cannot be read, or is digested in another way, has none.
+    A base that cannot be read, or is digested in another way, has none. What is sure to have
+    changed `write_early` may write meanwhile.
     """
     try:
         base = earlier.tables()
@@ -110,19 +116,31 @@ def compare(
         found = _candidates(base, earlier.chunks, items)
         wanted = base.contents_at(found.file, found.start)
         save_id = base.record.save_id
+        nbytes = items.chunks.nbytes(items.tensors)[found.row]
+        with paused_collector():  # it would look at everything the program has, now and then
+            planner.check_sources(items, found.row)
+            address = planner.addresses(items, found.row)
+        changed = np.zeros(len(found.row), np.bool_)
+        if write_early is not None:
+            places = (found.file, found.start, nbytes, address)
+            changed = surely_changed(base, *places, algorithm)
     except CheckpointError as error:
         log.warning("all is written, as the base cannot be compared with: %s", error)
         return NOTHING
+    if write_early is not None and changed.any():
+        write_early(found.row[changed])
+    left = np.flatnonzero(~changed)
     digests = _contents(
         items,
         planner,
-        found.row,
+        found.row[left],
+        address[left],
         algorithm=algorithm,
         pool=pool,
         threads=threads,
         progress=progress,
     )
-    same = (digests == wanted).all(axis=1)
+    same = left[(digests == wanted[left]).all(axis=1)]
     return Same(found.row[same], found.file[same], found.start[same], save_id)
 
 
@@ -130,6 +148,7 @@ def _contents(
     items: WriteItems,
     planner: SavePlanner,
     rows: Ints,
+    address: Addresses,
     *,
     algorithm: Algorithm,
     pool: BufferPool,
@@ -138,9 +157,6 @@ def _contents(
 ) -> Column:
     """Content digests of some chunks, as they are now."""
     nbytes = items.chunks.nbytes(items.tensors)[rows]
-    with paused_collector():  # it would look at everything the program has, now and then
-        planner.check_sources(items, rows)
-        address = planner.addresses(items, rows)
     itemsize = items.tensors.itemsize[items.chunks.tensor[rows]]
     near, far = np.flatnonzero(address), np.flatnonzero(address == 0)
     far = far[np.argsort(-itemsize[far], kind="stable")]  # so that no element is cut in two
@@ -314,10 +330,17 @@ def join(
     base = next((one.base for one in same if one.base), "")
     edges = [np.flatnonzero(state.chunks.rank == rank) for rank in range(len(told))]
     file, start = np.full(len(state.chunks), -1), np.zeros(len(state.chunks), np.int64)
+    written = np.full(len(state.chunks), -1)
+    early: list[FilePlan] = []
     for rows, one in zip(edges, same, strict=True):
         if one.base == base:  # it may have been replaced meanwhile
             file[rows[one.row]] = one.file
             start[rows[one.row]] = one.start
+        if one.early is not None:
+            mine, number_in, begins = one.early.columns()
+            written[rows[mine]] = number_in + len(early)
+            start[rows[mine]] = begins
+            early += one.early.plans
     nbytes = state.chunks.nbytes(state.tensors)
     used = file >= 0
     wanted = np.bincount(file[used], nbytes[used]).astype(np.int64)
@@ -325,7 +348,7 @@ def join(
     number = np.full(len(wanted) + 1, -1)  # the last is that of what is in no file
     number[list(kept)] = np.arange(len(kept))
     file = number[file]
-    changed = np.flatnonzero(file < 0)
+    changed = np.flatnonzero((file < 0) & (written < 0))
     layout = plan_layout(
         state.tensors,
         state.chunks.take(changed),
@@ -333,15 +356,17 @@ def join(
         len(told),
         digest_size,
         limits,
+        [len(one.early.plans) if one.early is not None else 0 for one in same],
     )
     assert layout.chunks.file is not None
     assert layout.chunks.start is not None
-    file += len(layout.files)
+    file += len(layout.files) + len(early)
+    file = np.where(written < 0, file, written + len(layout.files))
     file[changed], start[changed] = layout.chunks.file, layout.chunks.start
     whole = Layout(
         state.chunks.placed(file, start),
         layout.values,
-        layout.files,
+        (*layout.files, *early),
         layout.messages,
         tuple(kept.values()),
     )

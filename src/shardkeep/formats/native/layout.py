@@ -8,6 +8,7 @@ multiple of that power, and so of its item size, without any padding between the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -97,8 +98,12 @@ def plan_layout(
     world_size: int,
     digest_size: int,
     limits: Limits,
+    begun: Sequence[int] = (),
 ) -> Layout:
-    """Give every chunk a file and a place, every value a file."""
+    """Give every chunk a file and a place, every value a file.
+
+    `begun` says how many files each rank has written already: the next number is that.
+    """
     nbytes = chunks.nbytes(tensors)
     power = np.minimum(nbytes & -nbytes, MAX_POWER)
     power[power == 0] = MAX_POWER  # nothing at all fits anywhere
@@ -133,7 +138,7 @@ def plan_layout(
                 value_file[rank] = len(files)
             plan = FilePlan(
                 rank,
-                len(mine),
+                len(mine) + (begun[rank] if begun else 0),
                 room,
                 content,
                 content + (end - at) * (CONTENT_KEY + digest_size),

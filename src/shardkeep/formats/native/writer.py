@@ -24,6 +24,7 @@ from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.engine.parallel import Behind
 from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
+from shardkeep.engine.writing import WriteStats
 from shardkeep.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -38,6 +39,7 @@ from shardkeep.formats.native.commit import (
 )
 from shardkeep.formats.native.detached import write_detached
 from shardkeep.formats.native.earlier import Earlier
+from shardkeep.formats.native.early import Early, lay_out
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
@@ -83,6 +85,8 @@ SOON_WRITTEN = 1 << 30
 INDEX_BUDGET = MINIMUM_BUDGET
 INDEX_BEHIND = 4 * INDEX_BUDGET
 """Bytes of buffers from which on an index is written beside data files."""
+WRITE_EARLY = 8 * MINIMUM_BUDGET
+"""The same for files that are written while others are compared."""
 
 MOST_VALUES = 256 << 20
 """Bytes of plain values that are sent to a process; chunks are not sent."""
@@ -153,6 +157,8 @@ class NativeWriter(StorageWriter):
         self._leased = ""
         """The name of the lease that another rank holds."""
         self._earlier: Earlier | None = None
+        self._early: Early | None = None
+        self._writing = Behind()
         self._indexing: Behind | None = None
         self._index: FileRow | None = None
         self._layout: Layout | None = None
@@ -287,21 +293,42 @@ class NativeWriter(StorageWriter):
     def compare_data(self, plan: SavePlan, planner: SavePlanner) -> bytes:
         """The chunks that the base has, by their content digests."""
         assert self._earlier is not None
-        threads = self._cores(isinstance(planner, StagedPlanner))
-        pool = BufferPool(self._budget(), threads, self.block, staging=planner.staging)
+        behind, budget = isinstance(planner, StagedPlanner), self._budget()
+        items, threads = WriteItems.of(plan.items), self._cores(behind)
+        alone = behind or budget < WRITE_EARLY
+        pool = BufferPool(
+            budget if alone else budget // 2, threads, self.block, staging=planner.staging
+        )
         try:
-            return compare(
+            same = compare(
                 self._earlier,
-                WriteItems.of(plan.items),
+                items,
                 planner,
                 algorithm=self._algorithm,
                 block=self.block,
                 pool=pool,
                 threads=threads,
                 progress=self.progress or (lambda nbytes: None),
-            ).encode()
+                write_early=None if alone else lambda rows: self._write_early(items, rows, planner),
+            )
+            self._writing.wait()
         finally:
             pool.close()
+        return replace(same, early=None if self._early is None else self._early.told()).encode()
+
+    def _write_early(self, items: WriteItems, rows: Ints, planner: SavePlanner) -> None:
+        """Begin to write what has changed for sure, while the rest is compared."""
+        rank = self._place.rank
+        early = self._early = lay_out(items, rows, rank, self._algorithm.size, self.limits)
+        job = self._job(items, early.files, early.disk_order, early.start, planner)[0]
+
+        def write() -> None:
+            # Half of all there is: the other half compares.
+            with self._file_writer(planner.staging, True, self._budget() // 2) as files:
+                early.written = job.write(files, self._written)
+            self._count(files.stats)
+
+        self._writing.run(write)
 
     def share_data(self, told: list[bytes], metadata: Metadata) -> list[bytes]:
         """Keep files of the base, and lay out around them what changed."""
@@ -336,7 +363,8 @@ class NativeWriter(StorageWriter):
         items = WriteItems.of(plan.items)
         nbytes = items.chunks.nbytes(items.tensors)
         message, changed = without_kept(answer, len(nbytes))
-        self._kept = int(nbytes.sum() - nbytes[changed].sum())
+        written = changed if self._early is None else np.append(changed, self._early.rows)
+        self._kept = int(nbytes.sum() - nbytes[written].sum())
         if self.progress is not None:
             self.progress(self._kept)
         return replace(plan, storage_data=message)
@@ -352,14 +380,7 @@ class NativeWriter(StorageWriter):
         """Write this rank's files; on return they and their names are durable."""
         items = WriteItems.of(plan.items)
         plans, disk_order, start = decode_rank_layout(plan.storage_data)
-        chunks = RankChunks(items, disk_order, start, planner)
-
-        def front(file: FilePlan) -> tuple[bytes, bytes]:
-            values = _values_of(file, items, planner)
-            layout = self._digest_layout(file.values + len(values))
-            return data_header(file, chunks, values, layout, self._file_metadata()), values
-
-        job = DataFiles(self.save_id, self._algorithm, self.block, plans, front, chunks.part)
+        job, chunks = self._job(items, plans, disk_order, start, planner)
         behind = isinstance(planner, StagedPlanner)
         if isinstance(planner, StagedPlanner) and plans and self._is_detachable(planner):
             written = self._write_detached(job, chunks, planner)
@@ -370,16 +391,40 @@ class NativeWriter(StorageWriter):
                 soon = paused_collector()
             with soon, self._file_writer(planner.staging, behind) as files:
                 written = job.write(files, self._written)
-            self.stats = files.stats.as_dict()
-        if plans and not self._place.is_coordinator:  # who syncs it once the index is there too
+            self._count(files.stats)
+        done = list(zip(plans, written, strict=True))
+        if self._early is not None:
+            done += zip(self._early.files, self._early.written, strict=True)
+        if done and not self._place.is_coordinator:  # who syncs it once the index is there too
             with storage_errors(f"syncing {self._store.root / DATA}"):
                 self._store.sync_directory(DATA)
         if self.base is not None:
             self.stats["kept_bytes"] = self._kept
         features = sorted(planner.features)
-        return [
-            self._result(file, done, features) for file, done in zip(plans, written, strict=True)
-        ]
+        return [self._result(file, told, features) for file, told in done]
+
+    def _job(
+        self,
+        items: WriteItems,
+        plans: list[FilePlan],
+        disk_order: Ints,
+        start: Ints,
+        planner: SavePlanner,
+    ) -> tuple[DataFiles, RankChunks]:
+        """Files of this rank, and the chunks that go into them."""
+        chunks = RankChunks(items, disk_order, start, planner)
+
+        def front(file: FilePlan) -> tuple[bytes, bytes]:
+            values = _values_of(file, items, planner)
+            layout = self._digest_layout(file.values + len(values))
+            return data_header(file, chunks, values, layout, self._file_metadata()), values
+
+        job = DataFiles(self.save_id, self._algorithm, self.block, plans, front, chunks.part)
+        return job, chunks
+
+    def _count(self, stats: WriteStats) -> None:
+        for name, value in stats.as_dict().items():
+            self.stats[name] = self.stats.get(name, 0) + value
 
     def _is_detachable(self, planner: StagedPlanner) -> bool:
         """Whether a process can write in place of this one; where it could, and can't, say so."""
@@ -571,6 +616,7 @@ class NativeWriter(StorageWriter):
         earlier, self._earlier = self._earlier, None
         indexing, self._indexing = self._indexing, None
         with contextlib.suppress(Exception):
+            self._writing.give_up()
             if indexing is not None:
                 indexing.give_up()
             if earlier is not None:

@@ -1,0 +1,190 @@
+"""What is sure to have changed is written while the rest is compared; whatever that finds."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import shardkeep
+from shardkeep import ShardedArray, StorageError, ThreadRanks
+from shardkeep.formats.native import early
+from shardkeep.formats.native.files import FileWriter
+from test_incremental import assert_holds, kept_bytes, record_of
+
+BLOCK = 128 << 10
+MIB = 1 << 20
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Also what is small is written early."""
+    monkeypatch.setattr(early, "LARGE", BLOCK)
+    monkeypatch.setattr(early, "ENOUGH", 1)
+
+
+def new_files(path):
+    return sorted(row.name.split("-", 1)[1] for row in record_of(path).files if not row.kept)
+
+
+def large_state(count=8):
+    rng = np.random.default_rng(0)
+    state = {f"w{n}": rng.integers(0, 255, 4 * MIB, np.uint8) for n in range(count)}
+    return {**state, "small": np.arange(50.0), "other": np.ones(7), "step": 0}
+
+
+def test_what_changed_throughout_and_what_changed_a_little(tmp_path):
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    for step in range(1, 4):
+        for number in range(5):
+            state[f"w{number}"] += 1
+        state["w5"][0] += 1  # in none of the blocks that are looked at
+        state["small"] += 1
+        state["step"] = step
+        done = shardkeep.save(state, tmp_path / str(step), base=tmp_path / str(step - 1))
+        assert new_files(tmp_path / str(step)) == ["r00000-0.safetensors", "r00000-1.safetensors"]
+        assert done.stats["kept_bytes"] == 2 * 4 * MIB + 7 * 8
+        assert done.stats["files"] == 2
+        assert done.stats["written_files"] == 2
+        assert 6 * 4 * MIB < done.stats["bytes"] < 6 * 4 * MIB + 64_000
+        assert_holds(tmp_path / str(step), state)
+    for step in range(3):
+        shutil.rmtree(tmp_path / str(step))
+    assert_holds(tmp_path / "3", state)
+    # And is a base like any other.
+    done = shardkeep.save(state, tmp_path / "4", base=tmp_path / "3")
+    assert done.stats["kept_bytes"] == done.nbytes
+
+
+@pytest.mark.parametrize(
+    ("changed", "options"), [(3, {}), (5, {"memory_budget": 8 << 20})], ids=["few", "no room"]
+)
+def test_where_it_is_not_worth_it(tmp_path, changed, options):
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    for number in range(changed):
+        state[f"w{number}"] += 1
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", **options)
+    assert new_files(tmp_path / "1") == ["r00000-0.safetensors"]
+    assert_holds(tmp_path / "1", state)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 5), st.integers(-1, 40)), max_size=5),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_places(tmp_path, eager, steps):
+    """-1 is all of a tensor, and any other number one byte in it."""
+    root = tmp_path / "run"
+    shutil.rmtree(root, ignore_errors=True)
+    rng = np.random.default_rng(2)
+    sizes = [BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 17, 5 * BLOCK]
+    state = {f"w{n}": rng.integers(0, 255, size, np.uint8) for n, size in enumerate(sizes)}
+    shardkeep.save(state, root / "0")
+    for step, changes in enumerate(steps, 1):
+        state = {name: array.copy() for name, array in state.items()}
+        for number, place in changes:
+            array = state[f"w{number}"]
+            array[... if place < 0 else place * len(array) // 41] += 1
+        shardkeep.save(state, root / str(step), base=root / str(step - 1))
+        assert_holds(root / str(step), state)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_several_ranks(tmp_path, eager, world):
+    frozen, moving = np.zeros((6, MIB // 4), "f4"), np.ones((6, MIB // 4), "f4")
+    few = np.arange(6.0)
+
+    def save(path, base):
+        def work(coordinator):
+            rank, rows = coordinator.rank, 6 // world
+            mine = slice(rank * rows, (rank + 1) * rows)
+
+            def part(array):
+                return ShardedArray.from_local(array[mine], (rank * rows, 0), array.shape)
+
+            state = {"frozen": part(frozen), "moving": part(moving), "few": few, "step": 1}
+            return shardkeep.save(state, path, base=base, process_group=coordinator)
+
+        return ThreadRanks(world).run(work)
+
+    save(tmp_path / "0", None)
+    for step in (1, 2):
+        moving[: 6 - step] += 1  # of the last rank, not all
+        few += 1
+        save(tmp_path / str(step), tmp_path / str(step - 1))
+        expected = {"frozen": frozen, "moving": moving, "few": few, "step": 1}
+        assert_holds(tmp_path / str(step), expected)
+        assert kept_bytes(tmp_path / str(step)) > frozen.nbytes
+        assert f"r{world - 2:05}-0.safetensors" in new_files(tmp_path / str(step))
+    shutil.rmtree(tmp_path / "0")
+    assert_holds(tmp_path / "1", {**expected, "few": few - 1, "moving": moving_before(moving)})
+
+
+def moving_before(moving):
+    before = moving.copy()
+    before[:4] -= 1
+    return before
+
+
+def test_a_file_that_cannot_be_written_early_fails_the_save(tmp_path, eager, monkeypatch):
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    state["w1"] += 1
+    write = FileWriter.write
+
+    def fail(self, name, *args, **options):
+        if "-r00000-0" in name:
+            raise StorageError("No space left on device")
+        return write(self, name, *args, **options)
+
+    monkeypatch.setattr(FileWriter, "write", fail)
+    with pytest.raises(StorageError, match="No space"):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert os.listdir(tmp_path / "1" / "data") == []
+    monkeypatch.undo()
+    assert_holds(tmp_path / "0", {**state, "w1": state["w1"] - 1})
+
+
+def test_nothing_is_left_of_what_was_written_early(tmp_path, eager, monkeypatch):
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    state["w1"] += 1
+
+    def fail(self, plan, planner):
+        assert any("-r00000-0" in name for name in os.listdir(tmp_path / "1" / "data"))
+        raise OSError(errno.EIO, "no more")
+
+    monkeypatch.setattr(shardkeep.NativeWriter, "write_data", fail)
+    with pytest.raises(OSError, match="no more"):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert os.listdir(tmp_path / "1" / "data") == []
+    assert not [t for t in threading.enumerate() if t.name == "shardkeep-behind"]
+
+
+def test_an_array_that_is_another_one_than_before(tmp_path, eager):
+    """The plan of the save before is used again, and found not to fit."""
+    state = large_state()
+    with shardkeep.Checkpointer() as keeper:
+        keeper.save(state, tmp_path / "0")
+        keeper.save(state, tmp_path / "1", base=tmp_path / "0")
+        state["w1"] += 1
+        state["w2"].shape = (2, 2 * MIB)
+        keeper.save(state, tmp_path / "2", base=tmp_path / "1")
+    assert_holds(tmp_path / "2", state)
+    assert sorted(os.listdir(tmp_path / "2")) == ["checkpoint.json", "data"]
+    named = {
+        row.name for row in (record_of(tmp_path / "2").index, *record_of(tmp_path / "2").files)
+    }
+    assert {f"data/{name}" for name in os.listdir(tmp_path / "2/data")} == named
