@@ -231,10 +231,8 @@ class CheckpointManager(RunFolder, Closing):
         metadata: Mapping[str, Any] | None,
         overwrite: bool | None,
     ) -> tuple[str, bool, dict[str, Any]]:
-        """Where it goes, whether it replaces what is there, and what is told beside it.
-
-        What one rank refuses, all refuse, before any of them begins.
-        """
+        """Where it goes, whether it replaces what is there, what is told beside it; or one error
+        for all ranks, before any of them begins."""
         made: list[tuple[str, bool, dict[str, Any]]] = []
 
         def look() -> None:
@@ -259,7 +257,7 @@ class CheckpointManager(RunFolder, Closing):
         """Where the save before has failed, the run stands where it stood."""
         if self._begun is None:
             return
-        (handle, before) = self._begun
+        handle, before = self._begun
         if step is not None and self._reached is not None and step <= self._reached:
             wait([handle])  # what becomes of this step depends on it, on all ranks alike
         if not handle.done():
@@ -325,8 +323,7 @@ class CheckpointManager(RunFolder, Closing):
         result, and passed over, unless `fall_back` is false or the step was asked for by number. If
         steps are there and none is whole, that is a `CorruptionError`. `drop_newer` removes the
         steps beyond the one restored, so that a restart does not return to them; pinned ones, and
-        those that were passed over as damaged, stay. A save of this manager that is still running
-        in the background is waited for.
+        those that were passed over as damaged, stay. A save in the background is waited for.
         """
         if self._handle is not None:
             wait([self._handle])  # it reads what would be loaded into, and may become the newest
