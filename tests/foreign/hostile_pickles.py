@@ -189,6 +189,23 @@ def gadgets() -> dict[str, bytes]:
             b"](" + b"N" * 10**5 + b"e\x94" + glob("collections", "deque")
             + b"\x94](" + b"h\x01h\x00\x85R" * 5000 + b"e"
         ),
+        "sets of one, of long lists": p4(
+            b"](" + b"K\x01" * 10**5 + b"e\x94" + glob("builtins", "set")
+            + b"\x94](" + b"h\x01h\x00\x85R" * 20_000 + b"e"
+        ),
+        "long states set again and again": p4(
+            array + b"\x940X" + struct.pack("<I", 10**6) + b"x" * 10**6 + b"\x940"
+            + call("numpy", "dtype", u("u1")) + b"\x940"
+            + (b"h\x00(K\x01" + ints(10**6) + b"h\x02\x89h\x01tb0") * 20_000 + b"N"
+        ),
+        "fractions of long numbers": p4(
+            pickle.dumps(3**300_000, 2)[2:-1] + b"\x94" + glob("fractions", "Fraction")
+            + b"\x94](" + b"h\x01h\x00h\x00\x86R" * 20_000 + b"e"
+        ),
+        "a long key of a storage": p4(
+            b"(" + u("storage") + glob("torch", "FloatStorage") + b"X" + struct.pack("<I", 10**6)
+            + b"0" * 10**6 + u("cpu") + b"K\x04tQ"
+        ),
         "keys that collide": p4(b"}(" + b"".join(
             pickle.dumps((2**61 - 1) * (2**64 + i), 2)[2:-1] + b"N" for i in range(40_000)) + b"u"),
         "range of long numbers": p4(call("builtins", "range", b"N", b"N", b"N")),
@@ -216,12 +233,12 @@ def gadgets() -> dict[str, bytes]:
 
 def read(data: bytes) -> object:
     from shardkeep.foreign import pickles
-    from shardkeep.foreign.torch_stand_ins import TORCH, Storage, StorageType
+    from shardkeep.foreign.torch_objects import storage_id
+    from shardkeep.foreign.torch_stand_ins import TORCH, Storage
 
     def persistent(given: object) -> object:
-        if type(given) is not tuple or len(given) != 5 or not isinstance(given[1], StorageType):
-            raise ValueError("not a storage")
-        return Storage(given[1].dtype, 16)
+        kind, _, _ = storage_id(given)
+        return Storage(kind.dtype, 16)
 
     return pickles.load(data, where="a test", classes=TORCH, persistent=persistent)
 

@@ -29,8 +29,8 @@ class Limits:
     """The same while it is being built."""
     containers: int = 150_000
     """Containers beyond one for each 8 bytes of the pickle."""
-    copies: int = 64 << 20
-    """Bytes copied by calls beyond 8 for each byte of the pickle."""
+    copies: int = 48 << 20
+    """Bytes that calls look at and copy, beyond 48 for each byte of the pickle."""
     expanded: int = 1_000_000
     """Containers beyond 16 times as many as there are, if shared ones are counted wherever they
     occur."""

@@ -23,6 +23,7 @@ Classes = Mapping[str, Callable[..., object] | Constant]
 """`module.name` to what stands in for it: called with what the pickle gives, or a constant."""
 
 _number4 = struct.Struct("<I").unpack_from
+_signed4 = struct.Struct("<i").unpack_from
 _NOTHING: Final = Global("a memo that was never put", lambda *_: None)
 
 
@@ -93,7 +94,7 @@ class _Machine:
         self.known: dict[tuple[str, str], object] = {}
         # What a byte of a pickle may make. Real ones take some 13 bytes for a container.
         self.containers = limits.containers + (len(data) - start) // 8
-        self.room = limits.copies + 8 * (len(data) - start)
+        self.room = limits.copies + 48 * (len(data) - start)
         self.odd_keys = limits.odd_keys
 
     def run(self) -> object:
@@ -121,6 +122,12 @@ class _Machine:
                 stack[-1] = (stack[-1],)
             elif code == _EMPTY_TUPLE:
                 stack.append(())
+            elif code == _LONG_BINPUT and pos + 4 <= end and _number4(data, pos)[0] == len(memo):
+                memo.append(stack[-1])
+                pos += 4
+            elif code == _BININT and pos + 4 <= end:
+                stack.append(_signed4(data, pos)[0])
+                pos += 4
             elif code == _STOP:
                 self.pos = pos
                 return self.stop()
@@ -216,8 +223,12 @@ class _Machine:
         self.containers -= 1
         if self.containers < 0:
             raise self.heavy()
+        self.charge(args)
         if function.name in _HASHING:
             for argument in args:
+                if type(argument) in (list, tuple):
+                    self.room -= len(argument) * _SIZED[set]
+                self.charge(())
                 self.check_keys(argument)
         try:
             result: Any = function.make(*args)
@@ -225,12 +236,17 @@ class _Machine:
             raise type(error)(f"{self.where}: {error}") from error
         except Exception as error:
             raise ValueError(f"no {function.name} is made from this: {error}") from error
-        weight = _SIZED.get(type(result))
-        if weight is not None:
-            self.room -= len(result) * weight
-            if self.room < 0:
-                raise self.heavy()
+        self.charge((result,))
         return result
+
+    def charge(self, values: tuple[Any, ...]) -> None:
+        """What stand-ins get and give: they may look at all of it, as often as they are called."""
+        for value in values:
+            weight = _SIZED.get(type(value))
+            if weight is not None:
+                self.room -= len(value) * weight
+        if self.room < 0:
+            raise self.heavy()
 
     def check_keys(self, keys: Any) -> None:
         """What is about to be hashed: some hashes never end, or are all the same."""
@@ -296,6 +312,7 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, StandIn):
+            self.charge(state if type(state) is tuple else (state,))
             target.build(state)
         elif type(target) not in _MAPPINGS or type(state) is not dict:
             # Attributes of a dict, as `_metadata` of a module's state, are left out.
@@ -422,13 +439,15 @@ _BININT1: Final = ord("K")
 _BINGET: Final = ord("h")
 _LONG_BINGET: Final = ord("j")
 _EMPTY_TUPLE: Final = ord(")")
+_LONG_BINPUT: Final = ord("r")
+_BININT: Final = ord("J")
 _TUPLE1: Final = 0x85
 _TUPLE2: Final = 0x86
 _MAPPINGS: Final = frozenset({dict, OrderedDict, Counter})
-# What calls copy, in bytes for each element.
+# What looking at a value costs, in bytes for each element.
 _SIZED: Final[dict[type, int]] = {
     bytes: 1, bytearray: 1, str: 4, list: 8, tuple: 8, deque: 8,
-    dict: 100, OrderedDict: 200, Counter: 100, set: 100, frozenset: 100,
+    dict: 50, OrderedDict: 100, Counter: 50, set: 50, frozenset: 50,
 }  # fmt: skip
 _HASHING: Final = frozenset(
     f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
@@ -446,7 +465,7 @@ _ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"2": lambda m: m.stack.append(m.stack[-1]),
     b"F": lambda m: m.stack.append(float(m.line())),
     b"I": _Machine.text_int,
-    b"J": lambda m: m.stack.append(int.from_bytes(m.take(4), "little", signed=True)),
+    b"J": lambda m: m.stack.append(_signed4(m.take(4))[0]),
     b"K": lambda m: m.stack.append(m.number(1)),
     b"L": lambda m: m.stack.append(int(m.line().rstrip(b"L"))),
     b"M": lambda m: m.stack.append(m.number(2)),

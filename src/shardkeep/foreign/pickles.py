@@ -7,7 +7,7 @@ other way to reach code: no import, no attribute is ever looked up or set by a n
 gives, and only what the table holds is called. So what can happen is what the table's functions do,
 and those build values.
 
-What a pickle can take is bounded by its length: memory by some 30 times as much, sharing and
+What a pickle can take is bounded by its length: memory by some 50 times as much, sharing and
 nesting by `Limits`. Whatever is wrong with one, the error is a `CheckpointError`.
 """
 

@@ -175,16 +175,19 @@ def _path(cls: Callable[..., pathlib.PurePath]) -> Callable[..., object]:
 
 
 def _decimal(text: Any) -> decimal.Decimal:
-    _require(type(text) is str and len(text) < 10_000)
+    _require(type(text) is str and len(text) < 1000)
     return decimal.Decimal(text)
 
 
 def _fraction(*args: Any) -> fractions.Fraction:
     if len(args) == 1:  # before Python 3.12 as text
-        _require(type(args[0]) is str and len(args[0]) < 5000 and "e" not in args[0].lower())
+        _require(type(args[0]) is str and len(args[0]) < 1000 and "e" not in args[0].lower())
         return fractions.Fraction(args[0])
     numerator, denominator = args
-    return fractions.Fraction(_of(numerator, int), _of(denominator, int))
+    _of(numerator, int)
+    _of(denominator, int)
+    _require(max(numerator.bit_length(), denominator.bit_length()) < 4096)
+    return fractions.Fraction(numerator, denominator)
 
 
 class Uuid(StandIn):

@@ -43,7 +43,9 @@ def storage_id(given: Any) -> tuple[StorageType, str, int]:
     if type(given) is not tuple or len(given) not in (5, 6) or given[0] != "storage":
         raise UnsafeCheckpointError("a persistent id names something else than a storage")
     _, kind, key, _location, count = given[:5]
-    if type(kind) is not StorageType or type(key) is not str or type(count) is not int or count < 0:
+    if type(kind) is not StorageType or type(key) is not str or len(key) > 100:
+        raise FormatError("a storage is not described as torch does")
+    if type(count) is not int or not 0 <= count < 2**62:
         raise FormatError("a storage is not described as torch does")
     if kind.dtype is None and kind.name != "torch.UntypedStorage":
         raise FormatError(f"a {kind.name} holds quantised elements, which are not read")
@@ -127,7 +129,11 @@ class Finishing:
 
     def _made(self, value: Any, kind: type) -> Any:
         if kind is dict or kind is OrderedDict:
-            return kind((self.finished(key), self.finished(item)) for key, item in value.items())
+            pairs = ((self.finished(key), self.finished(item)) for key, item in value.items())
+            made = kind(pairs)
+            if len(made) != len(value):
+                raise FormatError(f"{self.where}: two keys of a dict become one")
+            return made
         if kind is list or kind is tuple:
             return kind([self.finished(item) for item in value])
         if kind is deque:
@@ -146,7 +152,7 @@ class Finishing:
         if isinstance(value, (NumpyArray, Uuid)):
             try:
                 return value.array() if isinstance(value, NumpyArray) else value.finished()
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 raise FormatError(f"{self.where}: {error}") from error
         if isinstance(value, (Record, NumpyType, TorchName, StorageType)):
             raise UnsafeCheckpointError(

@@ -70,7 +70,7 @@ class TorchDevice:
     __slots__ = ("text",)
 
     def __init__(self, kind: object, index: object = None) -> None:
-        if type(kind) is not str or not kind.isidentifier() or len(kind) > 40:
+        if type(kind) is not str or len(kind) > 40 or not kind.isidentifier():
             raise ValueError("a device of another kind")
         if index is not None and type(index) is not int:
             raise ValueError("a device of another number")
@@ -150,7 +150,7 @@ class TensorView(StandIn):
 def _ints(given: object, what: str) -> tuple[int, ...]:
     if not isinstance(given, tuple) or len(given) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor whose {what} is no tuple, or too long")
-    if not all(type(n) is int and n >= 0 for n in given):
+    if not all(type(n) is int and 0 <= n < 2**62 for n in given):
         raise ValueError(f"a tensor whose {what} is {given!s:.80}")
     return tuple(given)
 

@@ -28,7 +28,6 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _NEAR = 4096
 """Bytes read at once at either end: all of the directory and headers of a small archive."""
-_DIRECTORY = 1 << 28
 _FULL = 0xFFFFFFFF
 _FULL16 = 0xFFFF
 
@@ -50,15 +49,17 @@ class Entry:
 class Archive:
     """A zip archive that lies somewhere in a file."""
 
-    def __init__(self, read: Read, start: int, nbytes: int, where: str) -> None:
-        """Read the directory; entries are looked for when asked for."""
-        self.where = where
+    def __init__(
+        self, read: Read, start: int, nbytes: int, where: str, *, directory: int = 1 << 28
+    ) -> None:
+        """Read the directory, of so many bytes at most; entries are looked for when asked for."""
+        self.where, self._most = where, directory
         self._read, self.start, self.nbytes = read, start, nbytes
         near = min(nbytes, _NEAR)
         self._head = self._exact(0, near)
         self._tail = self._head if near == nbytes else self._exact(nbytes - near, near)
-        directory, self._payload_end = self._directory()
-        self.entries = self._parse(directory)
+        rows, self._payload_end = self._directory()
+        self.entries = self._parse(rows)
         """Entries by name."""
         self._headers = sorted(entry.header for entry in self.entries.values())
         self._check_overlap()
@@ -108,7 +109,7 @@ class Archive:
             end = at
         if disk or first or here != count:
             raise self._broken("it claims to be one of several")
-        if size > _DIRECTORY or count * _CENTRAL.size > size or offset + size > end:
+        if size > self._most or count * _CENTRAL.size > size or offset + size > end:
             raise self._broken(f"a directory of {count} entries in {size} bytes at {offset}")
         self._count = count
         return self._bytes(offset, size), offset

@@ -17,6 +17,7 @@ __all__ = ["CLASSES", "Bytes", "Chunk", "Description", "Index", "Info", "Propert
 
 Ints = tuple[int, ...]
 _DIMENSIONS = 32
+_EXTENT = 1 << 62
 
 
 def _require(fine: bool, wrong: str) -> None:
@@ -25,10 +26,12 @@ def _require(fine: bool, wrong: str) -> None:
 
 
 def _sizes(given: Any) -> Ints:
-    if type(given) is TorchSize and len(given) <= _DIMENSIONS and min(given, default=0) >= 0:
+    if type(given) is TorchSize and len(given) <= _DIMENSIONS:
+        if given and not (min(given) >= 0 and max(given) < _EXTENT):
+            raise ValueError("odd sizes")
         return tuple(given)
     _require(isinstance(given, (tuple, list)) and len(given) <= _DIMENSIONS, "odd sizes")
-    _require(all(type(n) is int and n >= 0 for n in given), "odd sizes")
+    _require(all(type(n) is int and 0 <= n < _EXTENT for n in given), "odd sizes")
     return tuple(given)
 
 

@@ -38,6 +38,8 @@ __all__ = ["ItemFiles"]
 
 Ints = tuple[int, ...]
 
+_DIRECTORY = 1 << 16
+"""Most bytes of the directory of an archive that holds one tensor."""
 _OPEN = 64
 """Files kept open at a time."""
 _ALIKE = 4
@@ -100,7 +102,7 @@ class ItemFiles(Closing):
             return Unpacked(self.path, info, dtype, sizes, where, self._in_archive, self._last)
         if file.read(info.offset, 4) != b"PK\3\4":
             return self._in_table(file, fqn, dtype, sizes, info)
-        archive = Archive(file.read, info.offset, info.length, where)
+        archive = Archive(file.read, info.offset, info.length, where, directory=_DIRECTORY)
         start, steps, storage = self._in_archive(archive, dtype, sizes)
         if len(alike) < _ALIKE:
             alike.append(Alike.of(archive, storage, start - info.offset, steps, file.read))
@@ -139,9 +141,8 @@ class ItemFiles(Closing):
 
     def _content(self, info: Info) -> object:
         file = self._checked("", info)
-        data = file.read(info.offset, info.length)
         if info.transforms:
-            return data
+            return file.read(info.offset, info.length)
         archive = Archive(file.read, info.offset, info.length, self._where("", info))
         members = Members(archive)
         return {
