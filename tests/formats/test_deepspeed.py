@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from foreign_files import arrays_of, without_libraries
+from foreign_files import DATA, arrays_of, without_libraries
 
 import shardkeep
 from shardkeep.errors import (
@@ -47,6 +47,24 @@ def root(tmp_path):
     }
     torch.save(model, root / "mp_rank_00_model_states.pt")
     return root
+
+
+def test_a_real_checkpoint_is_read_bit_for_bit():
+    path = DATA / "deepspeed"
+    assert deepspeed.recognises(path)
+    found = deepspeed.find(path)
+    tables_of(found)
+    got = arrays_of(found)
+    assert set(found.state["zero"]) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    for name in found.state["zero"]:
+        for key in ("fp32", "exp_avg", "exp_avg_sq"):
+            saved = torch.load(path / "zero" / name / f"{key}.pt", weights_only=True)["param"]
+            assert got[f"zero.{name}.{key}"].tobytes() == saved.detach().numpy().tobytes()
+        assert got[f"zero.{name}.step"].view(np.float32) == 2
+    scaler = found.state["optimizer_state"]["loss_scaler"]
+    assert scaler["__class__"] == "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+    assert found.state["mp_rank_00_model_states"]["global_steps"] == 2
+    assert got["mp_rank_00_model_states.module.0.weight"].shape == (3, 4)
 
 
 def test_everything_is_read_bit_for_bit(root):
