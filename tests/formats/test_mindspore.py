@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import shutil
 import zlib
 from itertools import pairwise
@@ -268,6 +269,19 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
     (root / "link.safetensors").symlink_to(FOLDER / "net.safetensors")
     with pytest.raises(UnsafeCheckpointError, match="link"):
         mindspore.find(root)
+
+
+def test_links_that_lead_to_each_other_and_pipes_are_refused(tmp_path):
+    root = folder(tmp_path, {"half": "link.safetensors"}, [])
+    (root / "link.safetensors").symlink_to(root / "other")
+    (root / "other").symlink_to(root / "link.safetensors")
+    with pytest.raises(CheckpointError):
+        mindspore.find(root)
+    (root / "link.safetensors").unlink()
+    os.mkfifo(root / "link.safetensors")
+    with pytest.raises(FormatError, match="regular"):
+        mindspore.find(root)
+    assert not mindspore.recognises(root / "link.safetensors")
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def opened(root: Path, name: str = "") -> Iterator[OpenedFile]:
     if name:
         check_inside(name, str(root))
     with storage_errors(f"reading {path}"):
-        if name and not path.resolve().is_relative_to(root.resolve()):
+        if name and not _is_inside(path, root):
             raise UnsafeCheckpointError(f"{path} is a link that leads out of the checkpoint")
         try:
             file = ReadFile(above_stdio(os.open(path, _FLAGS)), path)
@@ -62,6 +62,13 @@ def opened(root: Path, name: str = "") -> Iterator[OpenedFile]:
             yield OpenedFile(file)
         finally:
             file.close()
+
+
+def _is_inside(path: Path, root: Path) -> bool:
+    try:
+        return path.resolve().is_relative_to(root.resolve())
+    except RuntimeError as error:  # as pathlib says it before Python 3.13
+        raise FormatError(f"{path} is a link that leads nowhere: {error}") from error
 
 
 def read_whole(root: Path, name: str, most: int) -> bytes:
