@@ -17,6 +17,8 @@ _MARKS = (
     ("model.safetensors", "Hugging Face"),
     ("pytorch_model.bin", "Hugging Face"),
     ("common.pt", "Megatron"),
+    ("mp_rank_00_model_states.pt", "DeepSpeed"),
+    ("param_name_map.json", "MindSpore"),
     ("zarr.json", "zarr"),
 )
 _ENDINGS = (
