@@ -1,6 +1,8 @@
 """What several ranks want is read by one of them, passed on, and checked by each."""
 
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,10 +11,12 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import CorruptionError, PlanError, ShardedArray, StorageError, ThreadRanks
-from shardkeep.columns import pack, unpack
+from shardkeep.engine import passing
 from shardkeep.engine import read_once as module
-from shardkeep.engine.read_once import Share, plan_shares
+from shardkeep.engine.reading import Reading
+from shardkeep.engine.shares import Share, encode_wants, plan_shares
 from shardkeep.engine.units import Runs
+from shardkeep.engine.windows import Address, Window
 
 BLOCK = 128 << 10
 
@@ -75,6 +79,19 @@ def nbytes(arrays):
     return sum(array.nbytes for array in arrays.values())
 
 
+@pytest.fixture
+def messages(monkeypatch):
+    """As between machines: no rank sees another's memory."""
+    monkeypatch.setattr(module, "make_window", lambda budget: None)
+
+
+@pytest.fixture(params=["windows", "messages"])
+def both_ways(request):
+    if request.param == "messages":
+        request.getfixturevalue("messages")
+
+
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize(("saved", "wanted"), [(0, 1), (None, None), (0, None), (1, 0)])
 def test_bytes_are_read_once(tmp_path, arrays, saved, wanted):
     save(tmp_path, arrays, 4, saved)
@@ -91,7 +108,7 @@ def test_many_small_tensors_are_read_once(tmp_path):
     made = np.random.default_rng(0)
     arrays = {f"t{i}": made.standard_normal(made.integers(1, 2000)) for i in range(3400)}
     save(tmp_path, arrays, 4, None)
-    once = load(tmp_path, arrays, 4, None, read_once=True)
+    once = load(tmp_path, arrays, 4, None)
     assert total(once, "bytes_read") <= 1.1 * nbytes(arrays)
 
 
@@ -102,9 +119,8 @@ def test_what_nobody_shares_is_read_as_ever(tmp_path, arrays):
     assert total(results, "bytes_received") <= 2 * len(arrays) * BLOCK
 
 
+@pytest.mark.usefixtures("messages")
 def test_auto_shares_what_must_come_from_a_disk_and_is_worth_it(tmp_path, arrays, monkeypatch):
-    from shardkeep.engine.reading import Reading
-
     save(tmp_path, arrays, 2, 0)
     for cold, dim, shares in ((True, None, True), (False, None, False), (True, 0, False)):
         monkeypatch.setattr(Reading, "is_cold", lambda self, cold=cold: cold)
@@ -112,6 +128,13 @@ def test_auto_shares_what_must_come_from_a_disk_and_is_worth_it(tmp_path, arrays
         assert bool(total(results, "bytes_received")) == shares
 
 
+@pytest.mark.parametrize(("dim", "shares"), [(None, True), (0, False)])
+def test_auto_shares_on_one_machine_what_is_worth_it(tmp_path, arrays, dim, shares):
+    save(tmp_path, arrays, 2, 0)
+    assert bool(total(load(tmp_path, arrays, 2, dim), "bytes_received")) == shares
+
+
+@pytest.mark.usefixtures("messages")
 @pytest.mark.parametrize("budget", [8 << 20, 64 << 20])
 def test_a_small_budget_takes_more_rounds(tmp_path, arrays, monkeypatch, budget):
     save(tmp_path, arrays, 2, 0)
@@ -128,6 +151,7 @@ def test_a_small_budget_takes_more_rounds(tmp_path, arrays, monkeypatch, budget)
     assert (len(rounds) > 4) == (budget == 8 << 20)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_damage_is_found_by_whoever_gets_it(tmp_path, arrays):
     save(tmp_path, arrays, 1, None)
     file = next((tmp_path / "data").glob("*-r00000-0*"))
@@ -144,6 +168,7 @@ def test_damage_is_found_by_whoever_gets_it(tmp_path, arrays):
     assert len({str(outcome) for outcome in outcomes}) == 1
 
 
+@pytest.mark.usefixtures("messages")
 def test_damage_on_the_way_is_found(tmp_path, arrays, monkeypatch):
     save(tmp_path, arrays, 1, None)
     real = module._Round._read
@@ -163,16 +188,25 @@ def test_damage_on_the_way_is_found(tmp_path, arrays, monkeypatch):
     assert all(isinstance(outcome, CorruptionError) for outcome in outcomes)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_rank_that_cannot_read_fails_all(tmp_path, arrays, monkeypatch):
     save(tmp_path, arrays, 1, None)
-    real = module._Round._read
+    real = Reading.bring
 
-    def broken(self):
-        if self.coordinator.rank == 1:
+    def broken(self, *args):
+        if self.rank == 1:
             raise StorageError("the disk is on fire")
-        return real(self)
+        return real(self, *args)
 
-    monkeypatch.setattr(module._Round, "_read", broken)
+    begin = Reading.__init__
+
+    def noted(self, *args, **options):
+        begin(self, *args, **options)
+        name = threading.current_thread().name
+        self.rank = int(name.removeprefix("rank-"))
+
+    monkeypatch.setattr(Reading, "__init__", noted)
+    monkeypatch.setattr(Reading, "bring", broken)
     outcomes = ThreadRanks(3).outcomes(
         lambda c: shardkeep.load(
             state_of(arrays, c.rank, 3, None, empty=True), tmp_path, process_group=c, read_once=True
@@ -219,18 +253,25 @@ def blocks_of(runs):
     }
 
 
-@given(ranks=st.lists(wants(), min_size=1, max_size=20), budget=st.sampled_from([8, 64, 1024]))
+@given(
+    ranks=st.lists(wants(), min_size=1, max_size=20),
+    budget=st.sampled_from([8, 64, 1024]),
+    seen=st.booleans(),
+)
 @settings(max_examples=100)
-def test_every_block_that_several_want_has_one_reader(ranks, budget):
-    numbers = np.array([budget << 20, BLOCK, 1], np.int64)
-    told = [pack({**module._columns(runs), "numbers": numbers}) for runs in ranks]
+def test_every_block_that_several_want_has_one_reader(ranks, budget, seen):
+    windows = [Address("here", at, 3, b"") if seen else None for at in range(len(ranks))]
+    told = [
+        encode_wants(runs, budget=budget << 20, block=BLOCK, cold=True, window=window)
+        for runs, window in zip(ranks, windows, strict=True)
+    ]
     shares = [Share.decode(message) for message in plan_shares(told, True)]
     assert len({share.rounds for share in shares}) == 1
     for low in range(0, len(ranks), 16):
         group = shares[low : low + 16]
         wanted = [blocks_of(runs) for runs in ranks[low : low + 16]]
         for member, share in enumerate(group):
-            assert (share.member, share.first_rank) == (member, low)
+            assert (share.member, int(share.ranks[member])) == (member, low + member)
             others = set().union(*(w for at, w in enumerate(wanted) if at != member))
             assert blocks_of(share.runs) == wanted[member] & others
             assert int(share.runs.blocks.sum()) == len(wanted[member] & others)
@@ -243,8 +284,7 @@ def test_every_block_that_several_want_has_one_reader(ranks, budget):
                     for key in ("file", "first", "stop"):
                         mine, other = getattr(a.runs, key)[of_b], getattr(b.runs, key)[sent]
                         assert mine.tolist() == other.tolist()
-                    assert a.round[of_b].tolist() == b.round[sent].tolist()
-    assert unpack(told[0])["numbers"].tolist() == numbers.tolist()
+                    assert a.turn[of_b].tolist() == b.turn[sent].tolist()
 
 
 @given(runs=wants(), data=st.data())
@@ -268,3 +308,91 @@ def test_nothing_is_left_open(tmp_path, arrays):
     before = len(os.listdir("/proc/self/fd"))
     load(tmp_path, arrays, 2, None, read_once=True)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- through windows
+
+
+def test_what_changes_on_the_way_is_read_again(tmp_path, arrays, monkeypatch, caplog):
+    save(tmp_path, arrays, 1, None)
+    real = passing._Passing._fill
+
+    def bent(self, number):
+        real(self, number)
+        if self.share.member == 1 and number == 0:
+            self._slot(self.window, int(self.own[0]))[1000] ^= 4
+
+    monkeypatch.setattr(passing._Passing, "_fill", bent)
+    results = load(tmp_path, arrays, 2, None, read_once=True)
+    assert "read again" in caplog.text
+    assert total(results, "bytes_read") > nbytes(arrays)
+
+
+def test_small_windows_are_filled_over_again(tmp_path, arrays):
+    save(tmp_path, arrays, 3, 0)
+    results = load(tmp_path, arrays, 3, 1, read_once=True, memory_budget=8 << 20)
+    assert total(results, "bytes_read") <= 1.1 * nbytes(arrays)
+
+
+def test_a_window_that_cannot_be_seen_is_done_without(tmp_path, arrays, monkeypatch):
+    save(tmp_path, arrays, 1, None)
+    monkeypatch.setattr(Window, "look_into", classmethod(lambda cls, address: None))
+    monkeypatch.setattr(passing, "STALL_S", 0.2)
+    results = load(tmp_path, arrays, 3, None, read_once=True)
+    assert total(results, "bytes_received") == 0
+
+
+@pytest.mark.parametrize("what", ["_fill", "_take"])
+def test_a_rank_that_is_slow_is_done_without(tmp_path, arrays, monkeypatch, what):
+    """Neither what it would read nor what it would take keeps others waiting for ever."""
+    save(tmp_path, arrays, 1, None)
+    real = getattr(passing._Passing, what)
+    begun = time.monotonic()
+    ended = {}
+
+    def slow(self, number):
+        if self.share.member == 1 and not ended:
+            ended[1] = time.sleep(2)
+        return real(self, number)
+
+    monkeypatch.setattr(passing, "STALL_S", 0.3)
+    monkeypatch.setattr(passing._Passing, what, slow)
+    load(tmp_path, arrays, 3, None, read_once=True, memory_budget=8 << 20)
+    assert time.monotonic() - begun < 20
+
+
+def test_a_window_of_who_is_gone_is_not_looked_into():
+    window = Window.make(1 << 20, 4)
+    assert window is not None
+    assert Window.look_into(window.address) is not None
+    other = Address(window.address.machine, window.address.pid, window.address.fd, b"x" * 16)
+    assert Window.look_into(other) is None
+    assert window.address.is_alive()
+    window.close()
+    assert not window.address.is_alive()
+    assert Window.look_into(window.address) is None
+
+
+def test_machines_share_by_themselves_unless_less_must_be_read():
+    runs = Runs(*(np.array([row], np.int64) for row in (0, 0, 40)))
+    told = [
+        encode_wants(
+            runs,
+            budget=64 << 20,
+            block=BLOCK,
+            cold=True,
+            window=Address(f"machine {rank % 2}", rank, 3, b""),
+        )
+        for rank in range(4)
+    ]
+    for read_once, machines in (("auto", 2), (True, 1)):
+        shares = [Share.decode(message) for message in plan_shares(told, read_once)]
+        assert {tuple(share.ranks.tolist()) for share in shares} == (
+            {(0, 2), (1, 3)} if machines == 2 else {(0, 1, 2, 3)}
+        )
+        assert all(bool(share.windows) == (machines == 2) for share in shares)
+    told[3] = encode_wants(runs, budget=64 << 20, block=BLOCK, cold=True, window=None)
+    shares = [Share.decode(message) for message in plan_shares(told, "auto")]
+    assert not any(share.windows for share in shares)
+    shares = [Share.decode(message) for message in plan_shares(told, "auto", messages=False)]
+    assert not any(share.rounds for share in shares)

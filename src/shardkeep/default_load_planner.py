@@ -78,6 +78,7 @@ class DefaultLoadPlanner(LoadPlanner):
         if there is not None and there.same(self._flat.structure):
             self._flat.structure = there  # whose names are known
         self.results: list[object] = list(self._flat.values)
+        self._loaded: list[int] = []
 
     def _asked(self, name: str) -> bool:
         return self.keys is None or any(fnmatchcase(name, key) for key in self.keys)
@@ -275,6 +276,27 @@ class DefaultLoadPlanner(LoadPlanner):
             name = read_item.dest_index.fqn
             raise mismatch_error((), (), {name: f"stored {decoded!r}, target {target!r}"})
         self.results[number] = decoded
+        self._loaded.append(number)
+
+    def check_values(self) -> None:
+        """Ask those objects of the target that look at values before tensors are read."""
+        found = [
+            (dotted(path), one)
+            for path, one in tree.find_statefuls(
+                self._state, keep_whole=True, rank=self._place.rank
+            )
+            if isinstance(one, tree.CheckingStateful)
+        ]
+        names = self._flat.structure.names if found else []
+        for where, one in found:
+            begin = f"{where}." if where else ""
+            one.check_values(
+                {
+                    names[number][len(begin) :]: self.results[number]
+                    for number in self._loaded
+                    if names[number].startswith(begin)
+                }
+            )
 
     def resolve_tensor(self, read_item: ReadItem) -> Sink:
         """The sink of a wanted box."""

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["name_host", "ranks_on_hosts"]
+__all__ = ["host_name", "name_host", "ranks_on_hosts"]
 
 
 def name_host(message: bytes) -> bytes:
     """A rank's message to the coordinator, with where it comes from."""
-    return msgspec.msgpack.encode((_host_name(), message))
+    return msgspec.msgpack.encode((host_name(), message))
 
 
 def ranks_on_hosts(told: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
@@ -26,7 +26,7 @@ def ranks_on_hosts(told: Sequence[bytes]) -> tuple[list[bytes], list[int]]:
     return [message for _, message in parts], [counts[host] for host, _ in parts]
 
 
-def _host_name() -> str:
+def host_name() -> str:
     """The same for processes that share a machine, also in containers with names of their own."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -153,6 +153,7 @@ def _fill(
 
     def read_values() -> None:
         reader.read_bytes(plan, planner)
+        planner.check_values()
         delivered.append(planner.restore(reader))
 
     # Values first, on all ranks: they are small, and may still refuse the load.

@@ -36,7 +36,16 @@ from shardkeep.structure import (
     key_identity,
 )
 
-__all__ = ["AwareStateful", "FlatState", "Stateful", "Stored", "Told", "fill", "flatten"]
+__all__ = [
+    "AwareStateful",
+    "CheckingStateful",
+    "FlatState",
+    "Stateful",
+    "Stored",
+    "Told",
+    "fill",
+    "flatten",
+]
 
 _TEXT = {str}
 SCALARS = {int, float, str, bool, type(None)}
@@ -71,6 +80,14 @@ class AwareStateful(Stateful, Protocol):
 
     def state_to_load(self, stored: Stored) -> Mapping[str, Any]:
         """What to load into, of a checkpoint that has this to offer to it."""
+
+
+@runtime_checkable
+class CheckingStateful(Stateful, Protocol):
+    """A `Stateful` that can refuse a load by plain values alone, before any tensor is read."""
+
+    def check_values(self, values: Mapping[str, object]) -> None:
+        """Raise if these, by the rest of their names after its own, are not for this object."""
 
 
 def is_stateful(value: object) -> bool:
@@ -176,8 +193,12 @@ def _ask_to_load(value: Any, path: Path, stored_under: Callable[[str], Stored]) 
 def _ask_statefuls(
     state: object, rank: int, ask: Callable[[Any, Path], Any], keep_whole: bool
 ) -> States:
-    """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective."""
+    """Ask every `Stateful` once. Sorted, because a `state_dict()` may itself be collective.
+
+    For that reason also after one has failed: other ranks may wait for this one in the next.
+    """
     states: States = {}
+    first: Exception | None = None
     pending: list[tuple[Path, object]] = [((), state)]
     rounds = 0
     while pending:
@@ -194,7 +215,11 @@ def _ask_statefuls(
                     found.setdefault(id(value), (path, value))
         pending = []
         for path, value in sorted(found.values(), key=lambda item: dotted(item[0])):
-            given = ask(value, path)
+            try:
+                given = ask(value, path)
+            except Exception as error:
+                first = first or error
+                given = {}
             if not isinstance(given, Mapping):
                 raise UnsupportedValueError(
                     f"state_dict() of a {type(value).__qualname__} gave a "
@@ -202,6 +227,8 @@ def _ask_statefuls(
                 )
             states[id(value)] = (value, given)
             pending.append((path, given))
+    if first is not None:
+        raise first
     return states
 
 
@@ -401,8 +428,14 @@ def fill(
     """
     filler = _Fill(flat, results)
     out = filler.node(state)
+    first: Exception | None = None
     for _, stateful, filled in sorted([*filler.statefuls, *also], key=lambda item: item[0]):
-        stateful.load_state_dict(filled)
+        try:
+            stateful.load_state_dict(filled)
+        except Exception as error:  # the next may be collective, and other ranks wait in it
+            first = first or error
+    if first is not None:
+        raise first
     return out
 
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from shardkeep.arrays import Bytes, Staging
 from shardkeep.engine.budget import available_memory
-from shardkeep.engine.pages import HUGE_PAGE, page_aligned
+from shardkeep.engine.pages import HUGE_PAGE, mapped, page_aligned
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import address_of
 from shardkeep.stores.local import above_stdio
@@ -34,8 +34,6 @@ SPARE = 16
 """One part in so many that is taken in addition: a state that grows a little still fits."""
 _POPULATE_WRITE = 23
 """Linux 5.14's advice to touch pages, for several threads at once; others touch them by hand."""
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
 
 
 class Borrower(Protocol):
@@ -90,7 +88,7 @@ class Arena:
             self._closing.atexit = False
             try:
                 os.ftruncate(self.fd, nbytes)
-                self.memory = _mapped(self.fd, nbytes)
+                self.memory = mapped(self.fd, nbytes)
             except BaseException:
                 self.close()
                 raise
@@ -169,28 +167,6 @@ def _unpin(pinned: list[Callable[[], None]], memory: Bytes, owner: int) -> None:
 def _shared_file() -> int:
     """A file in memory without a name."""
     return above_stdio(os.memfd_create("shardkeep-arena"))
-
-
-def _mapped(fd: int, nbytes: int) -> Bytes:
-    """Memory of a file.
-
-    Python's own would keep a descriptor besides, under the lowest number: so only addresses come
-    from it, which it gives back when nobody uses them, and the file is mapped in their place.
-    """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
-    call = ctypes.CDLL(None, use_errno=True).mmap
-    call.restype = ctypes.c_void_p
-    call.argtypes = (
-        *(ctypes.c_void_p, ctypes.c_size_t),
-        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
-    )
-    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-    begin = address_of(memory)
-    if call(begin, nbytes, protection, flags, fd, 0) != begin:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return memory
 
 
 def _touch(memory: Bytes, threads: int) -> None:

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 
 import numpy as np
 
 from shardkeep.arrays import Bytes
 from shardkeep.memory import address_of
 
-__all__ = ["HUGE_PAGE", "page_aligned"]
+__all__ = ["HUGE_PAGE", "mapped", "page_aligned"]
 
 HUGE_PAGE = 2 << 20
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 
 def page_aligned(nbytes: int) -> Bytes:
@@ -29,3 +33,25 @@ def page_aligned(nbytes: int) -> Bytes:
     whole = np.frombuffer(memory, np.uint8)
     skip = -address_of(whole) % HUGE_PAGE if spare else 0
     return whole[skip : skip + nbytes]
+
+
+def mapped(fd: int, nbytes: int) -> Bytes:
+    """Memory of a file, shared with whoever else maps it.
+
+    Python's own would keep a descriptor besides, under the lowest number: so only addresses come
+    from it, which it gives back when nobody uses them, and the file is mapped in their place.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), np.uint8)
+    call = ctypes.CDLL(None, use_errno=True).mmap
+    call.restype = ctypes.c_void_p
+    call.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    begin = address_of(memory)
+    if call(begin, nbytes, protection, flags, fd, 0) != begin:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return memory

@@ -1,34 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks that several ranks want: read by one of them and passed on, checked by each receiver.
 
-Neighbours share, at most 16 ranks together. The coordinator plans for all: which rank reads which
-blocks, and in which rounds they travel, so that no round needs more memory than any rank's budget.
+The coordinator plans for all (`shares`). On one machine blocks are passed on through memory that
+all ranks see (`passing`), else in rounds of messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from shardkeep.arrays import Bytes
-from shardkeep.columns import Column, Ints, narrow, pack, unpack
 from shardkeep.coordination import Coordinator
+from shardkeep.engine.passing import pass_on
 from shardkeep.engine.reading import Reading
-from shardkeep.engine.units import Runs, segments_of
+from shardkeep.engine.shares import NEIGHBOURS, WINDOW, Share, encode_wants, plan_shares
+from shardkeep.engine.windows import Window
 from shardkeep.storage import ReadOnce
 from shardkeep.stores.local import storage_errors
 
-__all__ = ["plan_shares", "read_shared"]
+__all__ = ["make_window", "read_shared"]
 
-NEIGHBOURS = 16
-"""Ranks that share with each other."""
-LARGEST = 2 << 20
-"""Most bytes that are read and passed on as one."""
-WORTH = 0.1
-"""The part of all wanted bytes that must be saved for `"auto"` to share."""
+
+def make_window(budget: int) -> Window | None:
+    """For what this rank will have under way, within its budget."""
+    return Window.make(min(budget // 2, WINDOW), NEIGHBOURS)
 
 
 def read_shared(
@@ -43,19 +40,42 @@ def read_shared(
     Collective. `begin` makes this rank's reading, of files at `where`.
     """
     made: list[Reading] = []
+    window = make_window(budget)
 
     def tell() -> bytes:
         with storage_errors(f"reading {where}"):
             made.append(begin())
-            return _encode_wants(made[0], budget)
+            return _wants(made[0], budget, window)
 
-    answer = coordinator.gather_scatter(
-        "share reads", tell, lambda told: plan_shares(told, read_once)
-    )
-    reading, share = made[0], Share.decode(answer)
-    for number in range(share.rounds):
-        _Round(share.part(number), reading, coordinator, where).run()
+    try:
+        answer = coordinator.gather_scatter(
+            "share reads", tell, lambda told: plan_shares(told, read_once)
+        )
+        reading, share = made[0], Share.decode(answer)
+        for number in range(share.rounds):
+            if window is not None and share.windows:
+                coordinator.agree("pass blocks on", lambda: _pass_on(share, reading, window, where))
+            else:
+                _Round(share.part(number), reading, coordinator, where).run()
+    finally:
+        if window is not None:
+            window.close()
     return reading
+
+
+def _wants(reading: Reading, budget: int, window: Window | None) -> bytes:
+    return encode_wants(
+        reading.runs,
+        budget=budget,
+        block=reading.block,
+        cold=reading.is_cold(),
+        window=None if window is None else window.address,
+    )
+
+
+def _pass_on(share: Share, reading: Reading, window: Window, where: str) -> None:
+    with storage_errors(f"reading {where}"):
+        pass_on(share, reading, window)
 
 
 class _Round:
@@ -79,7 +99,7 @@ class _Round:
             if member != share.member:
                 mine = share.owner == member
                 if mine.any():
-                    sizes[share.first_rank + member] = int(nbytes[mine].sum())
+                    sizes[int(share.ranks[member])] = int(nbytes[mine].sum())
         self.received = self.coordinator.exchange("pass blocks on", self._read, sizes)
         self.coordinator.agree("take blocks", self._take)
 
@@ -96,7 +116,7 @@ class _Round:
             wanted = (share.holders[rows] >> member) & 1
             chosen = [self.own[at] for at in np.flatnonzero(wanted).tolist()]
             if chosen:
-                parts[share.first_rank + member] = np.concatenate(chosen)
+                parts[int(share.ranks[member])] = np.concatenate(chosen)
         return parts
 
     def _take(self) -> None:
@@ -108,7 +128,7 @@ class _Round:
             if owner == share.member:
                 data.append(next(own))
                 continue
-            come = self.received[share.first_rank + owner]
+            come = self.received[int(share.ranks[owner])]
             data.append(come[at[owner] : at[owner] + length])
             at[owner] += length
         with storage_errors(f"reading {self.where}"):
@@ -117,126 +137,3 @@ class _Round:
 
 
 _NOTHING = np.zeros(0, np.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class Share:
-    """The blocks that one rank shares with its neighbours, in the order in which they travel."""
-
-    runs: Runs
-    """Which blocks."""
-    holders: Column
-    """Who wants each: a bit for each neighbour."""
-    owner: Column
-    """Who reads each: the number of a neighbour."""
-    round: Column
-    """When each travels."""
-    member: int
-    """This rank's number among its neighbours."""
-    first_rank: int
-    """Rank of the first of them."""
-    rounds: int
-    """How many rounds there are, the same on all ranks."""
-
-    def part(self, number: int) -> Share:
-        """What travels in one round."""
-        return self.take(np.flatnonzero(self.round == number))
-
-    def take(self, rows: Ints) -> Share:
-        """Some rows."""
-        return Share(
-            self.runs.take(rows),
-            self.holders[rows],
-            self.owner[rows],
-            self.round[rows],
-            self.member,
-            self.first_rank,
-            self.rounds,
-        )
-
-    def encode(self, rounds: int) -> bytes:
-        """As a message, with how many rounds all ranks go through."""
-        return pack(
-            {
-                **_columns(self.runs),
-                "holders": narrow(self.holders),
-                "owner": narrow(self.owner),
-                "round": narrow(self.round),
-                "numbers": np.array([self.member, self.first_rank, rounds], np.int64),
-            }
-        )
-
-    @classmethod
-    def decode(cls, message: bytes) -> Share:
-        """What `encode` made."""
-        part = unpack(message)
-        wide = {key: part[key].astype(np.int64) for key in ("holders", "owner", "round")}
-        return cls(
-            _runs(part), **wide, **dict(zip(_NUMBERS, part["numbers"].tolist(), strict=True))
-        )
-
-
-_NUMBERS = ("member", "first_rank", "rounds")
-
-
-def _columns(runs: Runs) -> dict[str, Column | bytes]:
-    return {"file": narrow(runs.file), "first": narrow(runs.first), "stop": narrow(runs.stop)}
-
-
-def _runs(part: dict[str, Column]) -> Runs:
-    file, first, stop = (part[key].astype(np.int64) for key in ("file", "first", "stop"))
-    return Runs(file, first, stop)
-
-
-def _encode_wants(reading: Reading, budget: int) -> bytes:
-    numbers = np.array([budget, reading.block, reading.is_cold()], np.int64)
-    return pack({**_columns(reading.runs), "numbers": numbers})
-
-
-def plan_shares(told: Sequence[bytes], read_once: ReadOnce) -> list[bytes]:
-    """What each rank reads for its neighbours and gets from them, from what all ranks want."""
-    parts = [unpack(message) for message in told]
-    wants = [_runs(part) for part in parts]
-    budgets, blocks, cold = zip(*(part["numbers"].tolist() for part in parts), strict=True)
-    limit, block = min(budgets) // 2, max(blocks)
-    groups = [
-        _plan_group(wants[low : low + NEIGHBOURS], limit, block)
-        for low in range(0, len(wants), NEIGHBOURS)
-    ]
-    wanted = sum(int(runs.blocks.sum()) for runs in wants)
-    saved = sum(int((group[0].blocks * (group[1].sum(axis=0) - 1)).sum()) for group in groups)
-    if read_once == "auto" and (not any(cold) or saved < WORTH * wanted):
-        groups = [_plan_group([_NO_RUNS] * len(held), limit, block) for _, held, _, _ in groups]
-    rounds = 1 + max(int(group[3].max(initial=-1)) for group in groups)
-    messages = []
-    for rank in range(len(wants)):
-        number, member = divmod(rank, NEIGHBOURS)
-        runs, held, owner, turn = groups[number]
-        bits = (held.astype(np.int64) << np.arange(len(held), dtype=np.int64)[:, None]).sum(axis=0)
-        share = Share(runs, bits, owner, turn, member, number * NEIGHBOURS, rounds)
-        messages.append(share.take(np.flatnonzero(held[member])).encode(rounds))
-    return messages
-
-
-def _plan_group(
-    wants: Sequence[Runs], limit: int, block: int
-) -> tuple[Runs, npt.NDArray[np.bool_], Ints, Ints]:
-    """Blocks that several want, who wants each, who reads it and when."""
-    segments, held = segments_of(wants)
-    holders = held.sum(axis=0)
-    # Large blocks that many want may not fit into a round: each reads those by itself.
-    shared = np.flatnonzero((holders > 1) & (holders * block <= limit))
-    segments, held = segments.take(shared), held[:, shared]
-    most = max(1, min(LARGEST, limit // (2 * NEIGHBOURS)) // block)
-    counts = -(-segments.blocks // most)
-    runs, held = segments.cut(most), np.repeat(held, counts, axis=1)
-    holders = held.sum(axis=0)
-    # In turn: each of those who want a run reads as many of them.
-    turn = np.arange(len(runs)) % np.maximum(holders, 1)
-    owner = ((np.cumsum(held, axis=0) == turn + 1) & held).argmax(axis=0).astype(np.int64)
-    # A run is held once by whoever reads it, and once for everybody it is passed on to.
-    cost = runs.blocks * block * holders
-    return runs, held, owner, (np.cumsum(cost) - cost) // limit
-
-
-_NO_RUNS = Runs(*(np.zeros(0, np.int64),) * 3)

@@ -29,7 +29,7 @@ from shardkeep.engine.verified import DamagedBlock
 from shardkeep.errors import CorruptionError
 from shardkeep.stores.page_cache import is_cached
 
-__all__ = ["READ_STATS", "Reading"]
+__all__ = ["READ_STATS", "Reading", "wanted_runs"]
 
 PIECE = 512 << 10
 """Bytes that stay in a core's cache between the steps that touch them."""
@@ -61,6 +61,13 @@ READ_STATS = (
 buffer; bytes that other ranks read; seconds of all threads together."""
 
 Files = Callable[[int], AbstractContextManager[BlockFile]]
+
+
+def wanted_runs(regions: Regions, block: int) -> Runs:
+    """The blocks that a reading of these regions will read."""
+    regions = cut_sparse(regions, block)
+    spans = spans_of(regions)
+    return runs_of(regions.file, spans.low, spans.high, block)
 
 
 class Reading:
@@ -115,7 +122,7 @@ class Reading:
         # One buffer for each thread, and where units are handed on, one waits for each fetcher.
         buffers = workers + 2 * fetchers if workers else fetchers
         self.pool = self.make_pool(buffers, COLD_UNIT if cold else WARM_UNIT)
-        self.units = self._members(self.runs.cut(self.pool.unit // self.block))
+        self.units = self.members(self.runs.cut(self.pool.unit // self.block))
         fetchers, workers = (min(count, self.pool.threads) for count in (fetchers, workers))
         try:
             with Crew(self._deliver, self._drop, workers, "read") as crew:
@@ -127,7 +134,8 @@ class Reading:
         finally:
             self.pool.close()
 
-    def _members(self, runs: Runs) -> Units:
+    def members(self, runs: Runs) -> Units:
+        """Runs as units of this reading."""
         return members_of(runs, self.regions.file, self.spans.low, self.spans.high, self.block)
 
     def is_cold(self) -> bool:
@@ -149,48 +157,55 @@ class Reading:
         data = [page_aligned(blocks * self.block) for blocks in runs.blocks.tolist()]
 
         def read(number: int) -> None:
-            with self.files(int(runs.file[number])) as file:
-                low = int(runs.first[number]) * self.block
-                out = data[number][: file.payload - low]
-                begun = perf_counter()
-                direct = 0
-                if file.file.is_cold(low, len(out)):
-                    direct = file.read_cold(data[number], low, len(out))
-                else:
-                    file.read_at(out, low)
-                spent = perf_counter() - begun
-            self._count(
-                bytes_read=len(out), read_requests=1, bytes_direct=direct, read_thread_s=spent
-            )
+            self.bring(runs, number, data[number])
 
         run_in_order(range(len(runs)), read, self.threads * 2)
         return data
 
+    def bring(self, runs: Runs, number: int, out: Bytes) -> None:
+        """One run as it lies in the file, unchecked, into memory that begins on a page."""
+        with self.files(int(runs.file[number])) as file:
+            low = int(runs.first[number]) * self.block
+            data = out[: file.payload - low]
+            begun = perf_counter()
+            direct = 0
+            if file.file.is_cold(low, len(data)):
+                direct = file.read_cold(out, low, len(data))
+            else:
+                file.read_at(data, low)
+            spent = perf_counter() - begun
+        self.count(bytes_read=len(data), read_requests=1, bytes_direct=direct, read_thread_s=spent)
+
     def take(self, runs: Runs, data: Sequence[Bytes]) -> None:
         """Check blocks that somebody brought, and deliver what they hold."""
-        units = self._members(runs)
+        units = self.members(runs)
 
         def deliver(number: int) -> None:
-            rows, part = units.members(number), data[number]
-            first = int(runs.first[number])
-            begun = perf_counter()
-            with self.files(int(runs.file[number])) as file:
-                part = part[: file.payload - first * self.block]
-                if file.check:
-                    with self._naming(rows):
-                        file.check_blocks(first, part)
-            checked = perf_counter()
-            self.delivery.put_many(rows, part, first * self.block)
-            if self.staging is not None:
-                self.staging.fence()()  # the memory is not the pool's
-            self._count(digest_thread_s=checked - begun, copy_thread_s=perf_counter() - checked)
-            if self.progress is not None:
-                self.progress(len(part))
+            with self._naming(units.members(number)):
+                self.deliver(units, number, data[number])
 
         run_in_order(range(len(runs)), deliver, self.threads)
         self.runs = self.runs.without(runs)
 
-    def _count(self, **amounts: float) -> None:
+    def deliver(self, units: Units, number: int, data: Bytes) -> int:
+        """Check the blocks of one unit, and deliver what they hold; returns how many bytes."""
+        rows, first = units.members(number), int(units.runs.first[number])
+        begun = perf_counter()
+        with self.files(int(units.runs.file[number])) as file:
+            data = data[: file.payload - first * self.block]
+            if file.check:
+                file.check_blocks(first, data)
+        checked = perf_counter()
+        self.delivery.put_many(rows, data, first * self.block)
+        if self.staging is not None:
+            self.staging.fence()()  # the memory is not the pool's
+        self.count(digest_thread_s=checked - begun, copy_thread_s=perf_counter() - checked)
+        if self.progress is not None:
+            self.progress(len(data))
+        return len(data)
+
+    def count(self, **amounts: float) -> None:
+        """Add to what is counted; from any thread."""
         with self.lock:
             for key, value in amounts.items():
                 self.stats[key] += value
@@ -230,7 +245,7 @@ class Reading:
                 unit.run(file, rows)
         finally:
             self._drop(unit)
-        self._count(**unit.stats)
+        self.count(**unit.stats)
         if self.progress is not None:
             self.progress(unit.high - unit.low)
 

@@ -141,6 +141,11 @@ class AppState:
         self._given = weakref.ref(given)
         return given
 
+    def check_values(self, values: Mapping[str, object]) -> None:
+        """Refuse options and classes of optimizers that do not fit, before tensors are read."""
+        for name, one in self._optimizers.items():
+            one.check_values(values, f"{_under('optimizer', name)}.param_groups.")
+
     def _ema_to_load(self, state: Any) -> Any:
         if isinstance(self._ema, Mapping):
             return state

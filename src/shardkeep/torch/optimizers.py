@@ -192,6 +192,30 @@ class Optimizers:
             if kept:
                 owned[parameter].optimizer.state[parameter] = kept
 
+    def check_values(self, values: Mapping[str, Any], under: str) -> None:
+        """Refuse what `prepare` would, as far as plain values tell; `under` begins their names."""
+        faults: list[MismatchError] = []
+        first: dict[int, tuple[str, dict[str, Any]]] = {}
+        for one in self._asked or ():
+            for name in one.names:
+                told = {
+                    key: values[f"{under}{name}.{key}"]
+                    for key in ("options", "class")
+                    if f"{under}{name}.{key}" in values
+                }
+                if "options" not in told:
+                    continue
+                try:
+                    _check_class(name, told.get("class", ()), class_names(one.optimizer))
+                except MismatchError as fault:
+                    faults.append(fault)
+                mine = by_name(told, self._keep)
+                other, theirs = first.setdefault(id(one.group), (name, mine))
+                if not same(theirs, mine):
+                    faults.append(differing(other, theirs, name, mine))
+        if faults:
+            raise _all_of(faults)
+
     def prepare(
         self, names: Mapping[Tensor, Sequence[str]], filled: Mapping[str, Any], aware: bool
     ) -> Callable[[Mapping[Tensor, Tensor]], None]:
@@ -254,10 +278,17 @@ def _check_class(name: str, stored: Sequence[str], mine: Sequence[str]) -> None:
         raise MismatchError(
             f"{name} was in the hands of {stored[0]} when it was saved, now it is in those of "
             f"{mine[0]}, which would make something else of its state and options. Load with the "
-            "same kind of optimizer, or only the model: AppState(model), or keys=['model.*']. The "
-            "contents of tensors that were loaded into are undefined",
+            "same kind of optimizer, or only the model: AppState(model), or keys=['model.*']",
             mismatched={name: f"{stored[0]} stored, {mine[0]} here"},
         )
+
+
+def _all_of(faults: Sequence[MismatchError]) -> MismatchError:
+    """One error for all, with the words of the first."""
+    mismatched = {name: how for fault in faults for name, how in fault.mismatched.items()}
+    more = [name for name in mismatched if name not in faults[0].mismatched]
+    also = f". So it is with {names_text(more)}" if more else ""
+    return MismatchError(f"{faults[0]}{also}", mismatched=mismatched)
 
 
 def _check_keys(name: str, told: Sequence[str], kept: Kept) -> None:

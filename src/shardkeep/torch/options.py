@@ -112,7 +112,7 @@ def differing(
     return MismatchError(
         f"{one} and {other} are in one group of the optimizer, but were saved with different "
         f"options: {', '.join(names)}. Put them into groups of their own, or name the options in "
-        "keep_options. The contents of tensors that were loaded into are undefined; load again",
+        "keep_options",
         mismatched={other: f"options differ from those of {one}"},
     )
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,18 @@ from torch.distributed.checkpoint import storage as dcp_storage
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from shardkeep.coordination import Coordinator
+from shardkeep.engine.budget import checked_budget
+from shardkeep.engine.passing import pass_on
+from shardkeep.engine.read_once import make_window
+from shardkeep.engine.reading import Reading
+from shardkeep.engine.shares import Share, plan_shares
+from shardkeep.engine.windows import Window
 from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.groups import coordinator_for
 from shardkeep.planner import ReadItems
 from shardkeep.storage import ReadOnce
+from shardkeep.torch.announcing import Intent, SharedReads, take_word
 from shardkeep.torch.neighbours import ranks_on_host, world_size
 from shardkeep.torch.objects import decode_object, stream_of
 from shardkeep.torch.reading import Targets, read_items, shared_targets
@@ -48,13 +55,14 @@ class StorageReader(dcp_storage.StorageReader):
         verify: bool = True,
         expect_digest: str | None = None,
         memory_budget: int | None = None,
-        read_once: ReadOnce = False,
+        read_once: ReadOnce = "auto",
         process_group: Any = None,
     ) -> None:
-        """`verify`, `expect_digest`, `memory_budget` and `read_once` as in `shardkeep.load`.
+        """`verify`, `expect_digest` and `memory_budget` as in `shardkeep.load`.
 
-        With `read_once`, ranks pass on what several of them want, over a group of our own: all
-        ranks of `process_group`, which must be the one that `load` is given, take part.
+        What several ranks of one machine want is read by one of them, where that is worth it; with
+        `read_once=False` never. With `True` always, also between machines, over a group of our own:
+        all ranks of `process_group`, which must be the one that `load` is given, take part.
         `_extension_registry` is torch's and changes nothing: the native format has no extensions.
         """
         super().__init__()
@@ -75,10 +83,12 @@ class StorageReader(dcp_storage.StorageReader):
         self._metadata: dcp.Metadata | None = None
         self._planned: str | None = None  # the record that the plan is about, by its digest
         self._alone = False
+        self._window: Window | None = None  # through which others will see what this rank reads
 
     def __getstate__(self) -> dict[str, Any]:
         """Without open files."""
-        return {**self.__dict__, "_native": None, "_metadata": None, "storage_data": {}}
+        gone = dict.fromkeys(("_native", "_metadata", "_window"))
+        return {**self.__dict__, **gone, "storage_data": {}}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -98,6 +108,7 @@ class StorageReader(dcp_storage.StorageReader):
         """Begin another load."""
         self._native = self._metadata = None  # whoever has the metadata may still look at it
         self._planned, self._alone = None, False
+        self._close_window()
         self.storage_data = {}
         if checkpoint_id:
             self.path = Path(checkpoint_id)
@@ -130,29 +141,48 @@ class StorageReader(dcp_storage.StorageReader):
         self.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: dcp_planner.LoadPlan) -> dcp_planner.LoadPlan:
-        """Say which record this rank has opened."""
-        if self._native is None:
+        """Say which record this rank has opened, and what it will read."""
+        native = self._native
+        if native is None:
             return plan
-        self._planned = self._native.record.digest
-        return dataclasses.replace(plan, storage_data=self._planned)
+        self._planned = native.record.digest
+        wants = self._wants(native, plan) if self.read_once == "auto" and world_size() > 1 else b""
+        return dataclasses.replace(plan, storage_data=Intent(self._planned, wants))
+
+    def _wants(self, native: NativeReader, plan: dcp_planner.LoadPlan) -> bytes:
+        """For `plan_shares`, with a window through which others see what this rank reads."""
+        budget = checked_budget(self.memory_budget, ranks_on_host(world_size()))
+        self._window = make_window(budget)
+        if self._window is None:
+            return b""
+        read = read_items(_tensor_items(plan), native.index.state)
+        return native.wants(read, budget, self._window.address)
 
     def prepare_global_plan(self, plans: list[dcp_planner.LoadPlan]) -> list[dcp_planner.LoadPlan]:
-        """Refuse ranks that have opened different records."""
+        """Refuse ranks that have opened different records; plan what ranks read for each other."""
         self._alone = len(plans) == 1  # also with `no_dist`, whatever group there is
         told = {
             rank: plan.storage_data
             for rank, plan in enumerate(plans)
-            if isinstance(plan.storage_data, str)  # a planner may drop it
+            if isinstance(plan.storage_data, Intent)  # a planner may drop it
         }
         first = min(told, default=0)
-        others = [rank for rank, digest in told.items() if digest != told[first]]
+        others = [rank for rank, one in told.items() if one.digest != told[first].digest]
         if others:
             raise self._replaced(
                 f"rank {others[0]} has opened another save than rank {first} "
                 f"({len(others)} of {len(plans)} ranks have). Ranks that load checkpoints of "
                 "their own do so with no_dist=True"
             )
-        return plans
+        wants = [one.wants for one in told.values() if one.wants]
+        if self._alone or len(wants) < len(plans):
+            shares = [b""] * len(plans)
+        else:
+            shares = plan_shares(wants, "auto", messages=False)
+        return [
+            dataclasses.replace(plan, storage_data=SharedReads(share))
+            for plan, share in zip(plans, shares, strict=True)
+        ]
 
     def _replaced(self, how: str) -> StorageError:
         return StorageError(
@@ -163,23 +193,43 @@ class StorageReader(dcp_storage.StorageReader):
         self, plan: dcp_planner.LoadPlan, planner: dcp_planner.LoadPlanner
     ) -> torch.futures.Future[None]:
         """Objects first: they are small, and may still refuse the load. Then all tensors."""
-        if self.read_once and world_size() > 1 and not self._alone:
-            coordinator = coordinator_for(self.process_group)
-            with coordinator.call("load"):
-                self._read(plan, planner, coordinator)
-        else:
-            self._read(plan, planner, None)
+        share = self._share(take_word(SharedReads, plan.storage_data))
+        try:
+            if self.read_once is True and world_size() > 1 and not self._alone:
+                coordinator = coordinator_for(self.process_group)
+                with coordinator.call("load"):
+                    self._read(plan, planner, coordinator, None)
+            else:
+                self._read(plan, planner, None, share)
+        finally:
+            self._close_window()  # others need not wait for what it would have shown
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)
         return future
+
+    def _share(self, word: SharedReads | None) -> Callable[[Reading], None] | None:
+        """Takes what others have read, and passes on what this rank has to read for them."""
+        window = self._window
+        if word is None or not word.share or window is None:
+            return None
+        share = Share.decode(word.share)
+        if not share.rounds or share.windows[share.member] != window.address:
+            return None  # nothing to share, or a word about another load
+        return lambda reading: pass_on(share, reading, window)
+
+    def _close_window(self) -> None:
+        window, self._window = self._window, None
+        if window is not None:
+            window.close()
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[NativeReader]:
         """What the plan is about; opened again where it was let go of."""
         planned, alone = self._planned, self._alone
         if self._native is None:
+            window, self._window = self._window, None
             self.read_metadata()
-            self._planned, self._alone = planned, alone
+            self._planned, self._alone, self._window = planned, alone, window
         native, held = self._native, self._metadata  # with the metadata, the index would be closed
         self._native = self._metadata = None
         assert native is not None
@@ -198,8 +248,9 @@ class StorageReader(dcp_storage.StorageReader):
         plan: dcp_planner.LoadPlan,
         planner: dcp_planner.LoadPlanner,
         coordinator: Coordinator | None,
+        passing: Callable[[Reading], None] | None,
     ) -> None:
-        items = [i for i in plan.items if i.type == _TENSOR and 0 not in i.lengths]
+        items = _tensor_items(plan)
         made: list[tuple[NativeReader, ReadItems, list[torch.Tensor], Targets]] = []
         with contextlib.ExitStack() as stack:
 
@@ -214,7 +265,13 @@ class StorageReader(dcp_storage.StorageReader):
                 coordinator.agree("prepare", prepare)  # or others would wait for who could not
             native, read, tensors, targets = made[0]
             native.read_tensors(
-                read, targets.sink, targets.places, targets.staging, coordinator, self.read_once
+                read,
+                targets.sink,
+                targets.places,
+                targets.staging,
+                coordinator,
+                self.read_once,
+                passing,
             )
             for item, tensor in zip(items, tensors, strict=True):
                 planner.commit_tensor(item, tensor)
@@ -235,6 +292,11 @@ class StorageReader(dcp_storage.StorageReader):
             planner.load_bytes(item, stream_of(value))
 
         native.read_values([item.storage_index.fqn for item in items], deliver)
+
+
+def _tensor_items(plan: dcp_planner.LoadPlan) -> list[dcp_planner.ReadItem]:
+    """Nothing is read for an empty tensor."""
+    return [item for item in plan.items if item.type == _TENSOR and 0 not in item.lengths]
 
 
 def _targets(

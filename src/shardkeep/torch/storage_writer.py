@@ -191,7 +191,7 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
     ) -> torch.futures.Future[list[dcp_storage.WriteResult]]:
         """Write this rank's share; on return it is durable."""
-        word = take_word(plan.storage_data)
+        word = take_word(Word, plan.storage_data)
         if self._native is None:
             self._follow(word)
         native, rank = self._native, self.rank

@@ -20,9 +20,11 @@ from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
-from shardkeep.engine.reading import READ_STATS, Reading
+from shardkeep.engine.reading import READ_STATS, Reading, wanted_runs
 from shardkeep.engine.regions import Regions, regions_of
+from shardkeep.engine.shares import encode_wants
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
+from shardkeep.engine.windows import Address
 from shardkeep.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -317,13 +319,19 @@ class NativeReader(StorageReader):
         staging: Staging | None = None,
         coordinator: Coordinator | None = None,
         read_once: ReadOnce = "auto",
+        passing: Callable[[Reading], None] | None = None,
     ) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered.
 
         With a coordinator, on all its ranks: what several want is read by one, as in `share_reads`.
+        Without one, `passing` may bring what others have read.
         """
         if coordinator is None:
-            return self._finish(items, self._reading(items, sink, places, staging))
+            reading = self._reading(items, sink, places, staging)
+            if passing is not None:
+                with storage_errors(f"reading {self._store.root}"):
+                    passing(reading)
+            return self._finish(items, reading)
         reading = read_shared(
             lambda: self._reading(items, sink, places, staging),
             coordinator,
@@ -342,6 +350,11 @@ class NativeReader(StorageReader):
         delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
         return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
 
+    def wants(self, items: ReadItems, budget: int, window: Address | None) -> bytes:
+        """Which blocks will be read for these, as `plan_shares` is told."""
+        runs = wanted_runs(self._regions(items), self.record.block)
+        return encode_wants(runs, budget=budget, block=self.record.block, cold=True, window=window)
+
     def _reading(
         self,
         items: ReadItems,
@@ -349,14 +362,11 @@ class NativeReader(StorageReader):
         places: HostPlaces | None = None,
         staging: Staging | None = None,
     ) -> Reading:
-        """The regions of a plan, in the order of their places in files."""
-        regions = regions_of(items)
-        self._check_places(regions)
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         block = self.record.block
         return Reading(
             self.data_file,
-            regions,
+            self._regions(items),
             sink,
             block=block,
             pool=lambda buffers, most: BufferPool(budget, buffers, block, most, staging),
@@ -366,6 +376,12 @@ class NativeReader(StorageReader):
             progress=self.progress,
             names=items.wanted_names.__getitem__,
         )
+
+    def _regions(self, items: ReadItems) -> Regions:
+        """The regions of a plan, all within their files."""
+        regions = regions_of(items)
+        self._check_places(regions)
+        return regions
 
     def _check_places(self, regions: Regions) -> None:
         """Every chunk within its file's payload: an index that lies must not read past it."""
