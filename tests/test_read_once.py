@@ -188,7 +188,19 @@ def test_damage_on_the_way_is_found(tmp_path, arrays, monkeypatch):
     assert all(isinstance(outcome, CorruptionError) for outcome in outcomes)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.fixture
+def ranked(monkeypatch):
+    """Readings that know which rank they are of."""
+    begin = Reading.__init__
+
+    def noted(self, *args, **options):
+        begin(self, *args, **options)
+        self.rank = int(threading.current_thread().name.removeprefix("rank-"))
+
+    monkeypatch.setattr(Reading, "__init__", noted)
+
+
+@pytest.mark.usefixtures("both_ways", "ranked")
 def test_a_rank_that_cannot_read_fails_all(tmp_path, arrays, monkeypatch):
     save(tmp_path, arrays, 1, None)
     real = Reading.bring
@@ -198,14 +210,6 @@ def test_a_rank_that_cannot_read_fails_all(tmp_path, arrays, monkeypatch):
             raise StorageError("the disk is on fire")
         return real(self, *args)
 
-    begin = Reading.__init__
-
-    def noted(self, *args, **options):
-        begin(self, *args, **options)
-        name = threading.current_thread().name
-        self.rank = int(name.removeprefix("rank-"))
-
-    monkeypatch.setattr(Reading, "__init__", noted)
     monkeypatch.setattr(Reading, "bring", broken)
     outcomes = ThreadRanks(3).outcomes(
         lambda c: shardkeep.load(
@@ -313,16 +317,17 @@ def test_nothing_is_left_open(tmp_path, arrays):
 # --- through windows
 
 
+@pytest.mark.usefixtures("ranked")
 def test_what_changes_on_the_way_is_read_again(tmp_path, arrays, monkeypatch, caplog):
     save(tmp_path, arrays, 1, None)
-    real = passing._Passing._fill
+    real = Reading.bring
 
-    def bent(self, number):
-        real(self, number)
-        if self.share.member == 1 and number == 0:
-            self._slot(self.window, int(self.own[0]))[1000] ^= 4
+    def bent(self, runs, number, out):
+        real(self, runs, number, out)
+        if self.rank == 1:
+            out[1000] ^= 4
 
-    monkeypatch.setattr(passing._Passing, "_fill", bent)
+    monkeypatch.setattr(Reading, "bring", bent)
     results = load(tmp_path, arrays, 2, None, read_once=True)
     assert "read again" in caplog.text
     assert total(results, "bytes_read") > nbytes(arrays)

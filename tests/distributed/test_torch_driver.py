@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -139,6 +140,160 @@ def load_once_alone(rank, path):
 def test_reading_once_alone(processes, tmp_path):
     processes.run(4, save_on_ranks, 4, tmp_path)
     processes.run(2, load_once_alone, tmp_path, timeout_s=30)
+
+
+# --- what several ranks want, by default
+
+LARGE = (2048, 1024)
+
+
+def large(world, dim, fill):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    whole = torch.arange(LARGE[0] * LARGE[1], dtype=torch.float32).reshape(LARGE)
+    return {
+        name: distribute_tensor(whole * factor if fill else whole * 0, mesh, [Shard(dim)])
+        for name, factor in (("a", 1), ("b", 3))
+    }
+
+
+def save_large(rank, world, path):
+    save(large(world, 0, True), path)
+
+
+def load_large(rank, world, path, planner, read_once="auto"):
+    """What it read and got, or what it was told; a rank that is not cut short fills its tensors."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from shardkeep.engine import passing
+
+    passing.STALL_S = 1.0
+    passing.LOOK_S = 0.1
+    target = large(world, 1, False)
+    reader = shardkeep.torch.StorageReader(path, read_once=read_once)
+    chosen = planner(rank, path)
+    error = ""
+    try:
+        dcp.load(target, storage_reader=reader, planner=chosen)
+    except CheckpointException as caught:
+        error = str(caught)
+    wanted = large(world, 1, True)
+    right = {name: torch.equal(target[name].to_local(), wanted[name].to_local()) for name in target}
+    return reader.stats.get("bytes_read"), reader.stats.get("bytes_received"), right, error
+
+
+def default_planner(rank, path):
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    return DefaultLoadPlanner()
+
+
+def dropping(rank, path):
+    """On one rank, a planner that leaves out what it has announced, and all word of storages."""
+    import dataclasses
+
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class Dropping(DefaultLoadPlanner):
+        def finish_plan(self, plan):
+            if rank == 2:
+                kept = [item for item in plan.items if item.dest_index.fqn != "b"]
+                plan = dataclasses.replace(plan, items=kept, storage_data=None)
+            return plan
+
+    return Dropping()
+
+
+def forgetting(rank, path):
+    """A planner that makes plans of its own, without what storages told each other."""
+    import dataclasses
+
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class Forgetting(DefaultLoadPlanner):
+        def create_global_plan(self, plans):
+            return [dataclasses.replace(plan, storage_data=None) for plan in plans]
+
+    return Forgetting()
+
+
+def failing(rank, path, where):
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    class Failing(DefaultLoadPlanner):
+        def finish_plan(self, plan):
+            if rank == 1 and where == "finish_plan":
+                raise RuntimeError("this rank cannot")
+            return super().finish_plan(plan)
+
+        def resolve_tensor(self, read_item):
+            if rank == 1 and where == "resolve_tensor":
+                raise RuntimeError("this rank cannot")
+            if rank == 1 and where == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().resolve_tensor(read_item)
+
+        def commit_tensor(self, read_item, tensor):
+            (path / f"read-{rank}").touch()
+
+    return Failing()
+
+
+@pytest.mark.parametrize(
+    ("read_once", "times"), [("auto", (1.0, 1.1)), (True, (1.0, 1.1)), (False, (3.9, 4.1))]
+)
+def test_bytes_read_by_all_ranks(processes, tmp_path, read_once, times):
+    processes.run(4, save_large, 4, tmp_path)
+    read, received, right, errors = zip(
+        *processes.run(4, load_large, 4, tmp_path, default_planner, read_once), strict=True
+    )
+    assert not any(errors)
+    assert all(all(one.values()) for one in right)
+    distinct = 2 * LARGE[0] * LARGE[1] * 4
+    assert times[0] * distinct <= sum(read) <= times[1] * distinct
+    assert all(received) == (read_once is not False)
+
+
+def test_a_planner_that_drops_items_on_one_rank(processes, tmp_path):
+    processes.run(4, save_large, 4, tmp_path)
+    outcomes = processes.run(4, load_large, 4, tmp_path, dropping)
+    for rank, (_, received, right, error) in enumerate(outcomes):
+        assert not error
+        assert received > 0
+        assert right == {"a": True, "b": rank != 2}
+
+
+def test_a_planner_that_forgets_what_storages_told(processes, tmp_path):
+    processes.run(2, save_large, 2, tmp_path)
+    for _, received, right, error in processes.run(2, load_large, 2, tmp_path, forgetting):
+        assert not error
+        assert all(right.values())
+        assert received == 0
+
+
+@pytest.mark.parametrize("where", ["finish_plan", "resolve_tensor"])
+def test_others_do_not_wait_for_a_rank_that_failed(processes, tmp_path, where):
+    processes.run(4, save_large, 4, tmp_path)
+    planner = functools.partial(failing, where=where)
+    outcomes = processes.run(4, load_large, 4, tmp_path, planner, timeout_s=30)
+    for rank, (_, _, right, error) in enumerate(outcomes):
+        assert "this rank cannot" in error
+        assert rank == 1 or all(right.values())
+
+
+def test_others_do_not_wait_for_a_rank_that_is_killed(processes, tmp_path):
+    """Torch's other ranks wait for it, or see its connection close; but all have read."""
+    processes.run(3, save_large, 3, tmp_path)
+    planner = functools.partial(failing, where="kill")
+    outcomes = processes.outcomes(3, load_large, 3, tmp_path, planner, timeout_s=6)
+    assert outcomes[1].died == signal.SIGKILL
+    assert (tmp_path / "read-0").exists()
+    assert (tmp_path / "read-2").exists()
 
 
 def both_ways(rank, world, path):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks passed on through windows: read by one rank into memory that others look into.
 
-Each rank fills the slots of its window, in order and over again, and takes from those of others
-what it wants, checks it and copies it to where it goes. Nothing here fails because of another rank:
+Each rank fills its window, in order and round and round, and takes from those of others what it
+wants, checks it and copies it to where it goes. Nothing here fails because of another rank:
 what one does not pass on, because it failed, ended or makes no progress, each reads for itself in
 the end. Nothing is overwritten that anybody may still look at.
 """
@@ -34,6 +34,10 @@ LOOK_S = 0.5
 """Between two looks at whether a process is still there."""
 FETCHERS = 2
 """Reads that wait for the disk at the same time."""
+BATCH = 1 << 20
+"""Bytes of small runs that are shown to others at once."""
+TOGETHER = 4
+"""Runs that are taken before the others are told."""
 
 
 def pass_on(share: Share, reading: Reading, window: Window) -> None:
@@ -90,16 +94,17 @@ class _Passing:
         self.lock = threading.Lock()
         self.stopped = False
         self.own = np.flatnonzero(share.owner == share.member)
-        self.filled = np.zeros(len(self.own), np.bool_)
-        self.places: dict[int, _Line] = {}
+        self.ready: dict[int, int] = {}
+        """Where stretches that have been filled in begin and end, before which others have not."""
+        self.lines: dict[int, _Line] = {}
         """What is taken from each neighbour that can be reached, this rank included."""
         for owner in np.unique(share.owner).tolist():
             mine = owner == share.member
             seen = window if mine else Window.look_into(share.windows[owner])
             if seen is not None:
                 rows = np.flatnonzero(share.owner == owner)
-                self.places[owner] = _Line(seen, rows.tolist(), share.turn[rows].tolist())
-        for line in self.places.values():
+                self.lines[owner] = _Line(seen, rows.tolist(), share.turn[rows].tolist())
+        for line in self.lines.values():
             line.tell(share.member)
 
     def run(self) -> None:
@@ -112,59 +117,72 @@ class _Passing:
             filling.give_up()
             raise
         finally:
-            for line in self.places.values():
+            for line in self.lines.values():
                 line.window.counters[TAKEN + self.share.member] = DONE
             self.window.counters[LEFT] |= self.stopped
         filling.wait()
-        self._await_lookers()
+        self._await_need_of(0)  # until all have the window; it stays with them then
 
     # --- filling
 
     def _fill_all(self) -> None:
         try:
-            run_in_order(range(len(self.own)), self._fill, FETCHERS)
+            run_in_order(self._batches(), self._fill, FETCHERS)
         finally:
             fence()
             self.window.counters[LEFT] = 1
 
-    def _slot(self, window: Window, row: int) -> Bytes:
-        share, block = self.share, self.reading.block
-        size = share.slot * block
-        low = int(share.turn[row]) % share.slots * size
-        return window.slots[low : low + int(share.runs.blocks[row]) * block]
+    def _batches(self) -> Iterator[list[int]]:
+        """Own rows, small ones together; never more than the ring has room for."""
+        enough = min(BATCH, self.share.ring * self.reading.block // 4)
+        batch, nbytes = [], 0
+        for row, blocks in zip(
+            self.own.tolist(), self.share.runs.blocks[self.own].tolist(), strict=True
+        ):
+            batch.append(row)
+            nbytes += blocks * self.reading.block
+            if nbytes >= enough:
+                yield batch
+                batch, nbytes = [], 0
+        if batch:
+            yield batch
 
-    def _fill(self, number: int) -> None:
-        before = number - self.share.slots
-        if before >= 0 and not self._is_free(before):
+    def _place(self, window: Window, row: int) -> Bytes:
+        share, block = self.share, self.reading.block
+        low = int(share.turn[row]) % share.ring * block
+        return window.ring[low : low + int(share.runs.blocks[row]) * block]
+
+    def _fill(self, rows: list[int]) -> None:
+        share = self.share
+        begin, end = (
+            int(share.turn[rows[0]]),
+            int(share.turn[rows[-1]] + share.runs.blocks[rows[-1]]),
+        )
+        if not self.stopped and not self._await_need_of(end - share.ring):
             self.stopped = True  # whoever is slow may still look at what is there
         if self.stopped:
             return
-        row = int(self.own[number])
-        self.reading.bring(self.share.runs, row, self._slot(self.window, row))
+        for row in rows:
+            self.reading.bring(share.runs, row, self._place(self.window, row))
         with self.lock:
-            self.filled[number] = True
-            ready = int(self.filled.argmin()) if not self.filled.all() else len(self.filled)
+            self.ready[begin] = end
+            filled = int(self.window.counters[FILLED])
+            while filled in self.ready:
+                filled = self.ready.pop(filled)
             fence()
-            self.window.counters[FILLED] = ready
+            self.window.counters[FILLED] = filled
 
-    def _is_free(self, number: int) -> bool:
-        """Wait until everybody is done with a run of ours."""
-        return self._await(int(self.share.holders[self.own[number]]), number)
-
-    def _await_lookers(self) -> None:
-        """Until all who want something have the window; it stays with them then."""
-        self._await(int(np.bitwise_or.reduce(self.share.holders[self.own], initial=0)), -1)
-
-    def _await(self, holders: int, number: int) -> bool:
-        """Wait until each of some neighbours needs no run up to this number any more."""
+    def _await_need_of(self, number: int) -> bool:
+        """Wait until nobody needs any of our blocks before this one, which is not there yet."""
+        wanted = int(np.bitwise_or.reduce(self.share.holders[self.own], initial=0))
         pause = _Pause()
         for member, address in enumerate(self.share.windows):
             patience = _Patience(address)
-            while holders >> member & 1:
-                seen = int(self.window.counters[TAKEN + member])
-                if seen > number:
+            while wanted >> member & 1:
+                needed = int(self.window.counters[TAKEN + member])
+                if needed >= number:
                     break
-                if self.stopped or not patience.lasts(seen):
+                if self.stopped or not patience.lasts(needed):
                     return False
                 pause.sleep()
         fence()
@@ -172,43 +190,43 @@ class _Passing:
 
     # --- taking
 
-    def _arriving(self) -> Iterator[int]:
+    def _arriving(self) -> Iterator[list[int]]:
         """Rows that are there to be taken, as they come; without those that never will."""
-        waiting = {owner: _Patience(line.window.address) for owner, line in self.places.items()}
+        waiting = {owner: _Patience(line.window.address) for owner, line in self.lines.items()}
         pause = _Pause()
         while waiting:
             idle = True
             for owner, patience in list(waiting.items()):
-                line = self.places[owner]
+                line = self.lines[owner]
                 left = bool(line.window.counters[LEFT])
                 fence()  # what was filled in before that is seen below
                 ready = int(line.window.counters[FILLED])
-                if line.turns and line.turns[0] < ready:
-                    fence()
-                    line.turns.popleft()
+                fence()
+                rows = line.next(ready)
+                if rows:
                     idle = False
-                    yield line.rows.popleft()
-                elif left or not line.turns or not patience.lasts(ready):
+                    yield rows
+                elif left or line.is_empty or not patience.lasts(ready):
                     del waiting[owner]
             if not idle:
                 pause = _Pause()
             elif waiting:
                 pause.sleep()
 
-    def _take(self, row: int) -> None:
-        line = self.places[int(self.share.owner[row])]
-        data = self._slot(line.window, row)
-        try:
-            nbytes = self.reading.deliver(self.units, row, data)
-        except DamagedBlock as damage:
-            # The file tells whether it is damaged there, or was on its way.
-            log.warning("read again, as another rank read it: %s", damage)
-        else:
+    def _take(self, rows: list[int]) -> None:
+        line = self.lines[int(self.share.owner[rows[0]])]
+        for row in rows:
+            try:
+                nbytes = self.reading.deliver(self.units, row, self._place(line.window, row))
+            except DamagedBlock as damage:
+                # The file tells whether it is damaged there, or was on its way.
+                log.warning("read again, as another rank read it: %s", damage)
+                continue
             self.taken[row] = True
             if line.window is not self.window:
                 self.reading.count(bytes_received=nbytes)
         fence()
-        line.done(row, self.share.member)
+        line.done(rows, self.share.member)
 
 
 class _Line:
@@ -216,17 +234,29 @@ class _Line:
 
     def __init__(self, window: Window, rows: list[int], turns: list[int]) -> None:
         self.window = window
-        self.rows = deque(rows)
-        self.turns = deque(turns)
+        self._next = deque(zip(rows, turns, strict=True))
+        self._needed = dict(self._next)
         self._lock = threading.Lock()
-        self._open = dict(zip(rows, turns, strict=True))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing more is to come."""
+        return not self._next
+
+    def next(self, ready: int) -> list[int]:
+        """Some rows that lie before this block."""
+        rows: list[int] = []
+        while self._next and self._next[0][1] < ready and len(rows) < TOGETHER:
+            rows.append(self._next.popleft()[0])
+        return rows
 
     def tell(self, member: int) -> None:
-        """Which one is needed next; all before it are not needed any more."""
-        self.window.counters[TAKEN + member] = next(iter(self._open.values()), DONE)
+        """Which block is needed next."""
+        self.window.counters[TAKEN + member] = next(iter(self._needed.values()), DONE)
 
-    def done(self, row: int, member: int) -> None:
-        """One is not needed any more."""
+    def done(self, rows: list[int], member: int) -> None:
+        """Some are not needed any more."""
         with self._lock:
-            del self._open[row]
+            for row in rows:
+                del self._needed[row]
             self.tell(member)

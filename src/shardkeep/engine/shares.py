@@ -44,15 +44,13 @@ class Share:
     owner: Column
     """Who reads each: the number of a neighbour."""
     turn: Column
-    """When each travels: in which round, or through windows as which of its owner's."""
+    """When each travels: in which round; or through windows, after how many blocks of its owner."""
     member: int
     """This rank's number among its neighbours."""
     rounds: int
     """How many rounds there are, the same on all ranks; through windows there is one."""
-    slot: int
-    """Blocks of a slot of a window."""
-    slots: int
-    """How many slots a window has; none where blocks travel in messages."""
+    ring: int
+    """Blocks after which a window is filled from its begin again."""
     ranks: Ints
     """The ranks of all neighbours."""
     windows: Sequence[Address] = ()
@@ -69,7 +67,7 @@ class Share:
             self.holders[rows],
             self.owner[rows],
             self.turn[rows],
-            *(self.member, self.rounds, self.slot, self.slots),
+            *(self.member, self.rounds, self.ring),
             self.ranks,
             self.windows,
         )
@@ -82,7 +80,7 @@ class Share:
                 "holders": narrow(self.holders),
                 "owner": narrow(self.owner),
                 "turn": narrow(self.turn),
-                "numbers": np.array([self.member, self.rounds, self.slot, self.slots], np.int64),
+                "numbers": np.array([self.member, self.rounds, self.ring], np.int64),
                 "ranks": self.ranks,
                 "windows": msgspec.msgpack.encode(self.windows),
             }
@@ -98,7 +96,7 @@ class Share:
         return cls(_runs(part), **wide, **numbers, ranks=part["ranks"], windows=windows)
 
 
-_NUMBERS = ("member", "rounds", "slot", "slots")
+_NUMBERS = ("member", "rounds", "ring")
 
 
 def _columns(runs: Runs) -> dict[str, Column | bytes]:
@@ -191,8 +189,7 @@ class _Group:
     held: npt.NDArray[np.bool_]
     owner: Ints
     turn: Ints
-    slot: int
-    slots: int
+    ring: int
     windows: list[Address]
 
     @property
@@ -205,9 +202,9 @@ class _Group:
         places = np.arange(len(self.held), dtype=np.int64)[:, None]
         bits = (self.held.astype(np.int64) << places).sum(axis=0)
         ranks = np.array(self.ranks, np.int64)
-        slots = (self.slot, self.slots)
         whole = Share(
-            *(self.runs, bits, self.owner, self.turn, member, rounds, *slots, ranks, self.windows)
+            *(self.runs, bits, self.owner, self.turn, member, rounds, self.ring, ranks),
+            self.windows,
         )
         return whole.take(np.flatnonzero(self.held[member]))
 
@@ -237,11 +234,12 @@ class _Plan:
         # In turn: each of those who want a run reads as many of them.
         chosen = np.arange(len(runs)) % np.maximum(holders, 1)
         owner = ((np.cumsum(held, axis=0) == chosen + 1) & held).argmax(axis=0).astype(np.int64)
-        slots = self.limit // (self.most * self.block) if self.windows else 0
-        turn = _places(owner) if self.windows else self._rounds(runs, holders)
+        # A run that begins before the end of the ring may reach beyond it.
+        ring = self.limit // self.block - self.most
+        turn = _before(owner, runs.blocks) if self.windows else self._rounds(runs, holders)
         found = [self.wants[rank].window for rank in ranks] if self.windows else []
         windows = [window for window in found if window is not None]
-        return _Group(ranks, runs, held, owner, turn, self.most, slots, windows)
+        return _Group(ranks, runs, held, owner, turn, ring, windows)
 
     def _rounds(self, runs: Runs, holders: Ints) -> Ints:
         # A run is held once by whoever reads it, and once for everybody it is passed on to.
@@ -250,11 +248,12 @@ class _Plan:
         return rounds
 
 
-def _places(owner: Ints) -> Ints:
-    """The how manieth of its owner's each is."""
+def _before(owner: Ints, blocks: Ints) -> Ints:
+    """How many blocks of the same owner come before each run."""
     order = np.argsort(owner, kind="stable")
-    sorted_owner = owner[order]
-    first = np.searchsorted(sorted_owner, sorted_owner)
-    places = np.empty(len(owner), np.int64)
-    places[order] = np.arange(len(owner)) - first
-    return places
+    ends = np.cumsum(blocks[order])
+    first = np.searchsorted(owner[order], owner[order])
+    begun = ends - blocks[order]
+    before = np.empty(len(owner), np.int64)
+    before[order] = begun - begun[first]
+    return before

@@ -26,10 +26,10 @@ from shardkeep.stores.local import above_stdio
 __all__ = ["DONE", "FILLED", "LEFT", "TAKEN", "Address", "Window", "fence"]
 
 FRONT = 4096
-"""Bytes before the slots, of which the first are the token."""
+"""Bytes before the blocks, of which the first are the token."""
 FILLED, LEFT, TAKEN = 2, 3, 8
-"""Counters: how many runs have been filled in, whether no more will be, and from here on, for each
-neighbour, how many of them it is done with; -1 for one that has not looked yet."""
+"""Counters, in blocks from the first: up to which all are filled in, whether no more will be, and
+from here on, for each neighbour, which it needs next; -1 for one that has not looked yet."""
 DONE = 1 << 62
 """Of a neighbour that will take nothing more."""
 
@@ -58,12 +58,12 @@ class Window:
         """Of memory that is mapped; with a descriptor, for whoever made it."""
         self.address = address
         self.counters: Ints = memory[:FRONT].view(np.int64)
-        self.slots: Bytes = memory[FRONT:]
+        self.ring: Bytes = memory[FRONT:]
         self._closing = None if fd < 0 else weakref.finalize(self, os.close, fd)
 
     @classmethod
     def make(cls, nbytes: int, ranks: int) -> Window | None:
-        """A window for so many neighbours, with so many bytes of slots; None where there is none.
+        """A window for so many neighbours, with room for so many bytes; None where there is none.
 
         Memory is taken when it is written to.
         """

@@ -25,7 +25,7 @@ from shardkeep.torch.nesting import paths_of
 
 __all__ = ["StoredLocations", "StoredTensor", "placed_locations", "stored_metadata"]
 
-FEW = 16
+FEW = 4
 """Tensors whose chunks are read one by one; who looks at more mostly looks at all."""
 
 
