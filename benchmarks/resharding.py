@@ -39,7 +39,7 @@ from shardkeep.torch import StorageReader, StorageWriter
 SIDES = ("shardkeep", "torch DCP")
 UNDER_TORCH = "shardkeep under torch"
 """Our storage under torch's own driver and planners; see `benchmarks/torch_driver.py`."""
-READ_ONCE = f"{UNDER_TORCH}, read once"
+APART = f"{UNDER_TORCH}, each for itself"
 MODULES = (*PRELOAD, "torch.distributed.checkpoint", "benchmarks.resharding")
 """What the server imports before it forks ranks."""
 TINY = Scenario("warm-up", 1, "rows", 1, "rows", (64, 8), 2)
@@ -77,7 +77,7 @@ def timed() -> Iterator[Part]:
 def save(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
         return dict(functions.save(state, path).stats)
-    kind = StorageWriter if side in (UNDER_TORCH, READ_ONCE) else FileSystemWriter
+    kind = StorageWriter if side in (UNDER_TORCH, APART) else FileSystemWriter
     torch_save(state, storage_writer=kind(path))
     return {}
 
@@ -85,8 +85,8 @@ def save(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
 def load(side: str, state: dict[str, Any], path: str) -> dict[str, float]:
     if side == "shardkeep":
         return dict(functions.load(state, path).stats)
-    if side in (UNDER_TORCH, READ_ONCE):
-        reader = StorageReader(path, read_once="auto" if side == READ_ONCE else False)
+    if side in (UNDER_TORCH, APART):
+        reader = StorageReader(path, read_once="auto" if side == UNDER_TORCH else False)
         torch_load(state, storage_reader=reader)
         return reader.stats
     torch_load(state, storage_reader=FileSystemReader(path))

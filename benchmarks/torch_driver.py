@@ -10,9 +10,9 @@ import warnings
 
 from benchmarks.report import Report
 from benchmarks.resharding import (
+    APART,
     HEADINGS,
     MODULES,
-    READ_ONCE,
     UNDER_TORCH,
     arguments,
     plain,
@@ -23,7 +23,7 @@ from benchmarks.rounds import need_memory, scratch
 from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario
 from shardkeep.testing.processes import RankServer
 
-SIDES = (UNDER_TORCH, READ_ONCE, "torch DCP")
+SIDES = (UNDER_TORCH, APART, "torch DCP")
 WIDE = 256 * COLUMNS
 """Columns of a tensor whose quarters of rows are longer than many blocks."""
 

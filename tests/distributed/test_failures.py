@@ -13,6 +13,7 @@ import pytest
 import shardkeep
 from shardkeep import PlanError, RankError, ShardedArray
 from shardkeep.coordination import Patience
+from shardkeep.engine import passing, read_once
 
 WORLD = 4
 SHORT = Patience(beat_s=0.25, gone_s=2.0, linger_s=1.0)
@@ -27,12 +28,15 @@ AGAIN_STEPS = ["propose plan" if step == "plan" else step for step in SAVE_STEPS
 """Of a save that uses the plan of the last one."""
 LOAD_STEPS = ["set up", "set up", "open", "open on all ranks", "plan", "plan"]
 LOAD_STEPS += ["check ties", "read values", "share reads", "share reads"]
-LOAD_STEPS += ["pass blocks on", "take blocks", "read", "fill"]
-READ, FILL = LOAD_STEPS.index("read"), LOAD_STEPS.index("fill")
+LOAD_STEPS += ["pass blocks on", "read", "fill"]
+MESSAGE_STEPS = [*LOAD_STEPS[:-2], "take blocks", "read", "fill"]
+"""Of a load by ranks that do not see each other's memory."""
+PASS, READ = LOAD_STEPS.index("pass blocks on"), LOAD_STEPS.index("read")
 WRITE, COMMIT = SAVE_STEPS.index("write"), SAVE_STEPS.index("commit")
-STEPS = {"save": SAVE_STEPS, "again": AGAIN_STEPS, "load": LOAD_STEPS}
+STEPS = {"save": SAVE_STEPS, "again": AGAIN_STEPS, "load": LOAD_STEPS, "messages": MESSAGE_STEPS}
+LOADS = ("load", "messages")
 JOINS = {(verb, step) for verb in ("save", "again") for step in (1, 4, 6, 9)}
-JOINS |= {("load", 1), ("load", 2), ("load", 5), ("load", 9)}
+JOINS |= {(verb, step) for verb in LOADS for step in (1, 2, 5, 9)}
 """Steps in which only rank 0 has work."""
 
 
@@ -158,7 +162,10 @@ def one_call(rank, where, verb, victim, at, what):
 
 
 def call(verb, rank, where, ranks):
-    if verb == "load":
+    passing.STALL_S = 1.0
+    if verb == "messages":
+        read_once.make_window = lambda budget: None
+    if verb in LOADS:
         shardkeep.load(state(rank, 0), where, process_group=ranks, read_once=True)
     else:
         shardkeep.save(state(rank, 2), where, overwrite=True, process_group=ranks)
@@ -195,7 +202,7 @@ def every_step(rank, where, verb, number, whats):
         ranks.memory.clear()
     ranks.seen, ranks.moves, ranks.steps = (), (), -1
     target = state(rank, 0)
-    if verb != "load":
+    if verb not in LOADS:
         call(verb, rank, where, ranks)
     shardkeep.load(target, where, process_group=ranks, read_once=True)
     held = int(target["model"]["w"].local_shards[0].array[0, 0])
@@ -247,7 +254,7 @@ def test_an_error_in_any_step_is_the_same_error_everywhere(processes, tmp_path, 
         cause = {"raise": "ValueError: disk on fire", "unpicklable": "Unpicklable: cannot travel"}
         assert f"rank {victim}: {cause.get(what, 'KeyboardInterrupt')}" in told[0][2]
         assert max(took for *_, took in told) < BOUND_S
-    expected = 1 if verb == "load" else 2
+    expected = 1 if verb in LOADS else 2
     assert [result[1] for result in results] == [100 * expected + rank for rank in range(WORLD)]
     assert list(results[0][2])[: len(steps)] == steps
     moves = {(verb, m) for m in results[0][3] if m < len(steps)}
@@ -270,14 +277,14 @@ def test_other_errors(processes, tmp_path, what):
 
 
 MOVES = {("save", step) for step in (0, 3, 4, 5, COMMIT)}
-MOVES |= {("load", step) for step in (0, 4, 8, 9, 10)}
+MOVES |= {(verb, step) for verb in LOADS for step in (0, 4, 8, 9)} | {("messages", PASS)}
 MOVES |= {("again", step) for step in (0, 3, 5, COMMIT)}
 """Steps after which bytes move; small answers travel with the verdict."""
 
 
 def points(verb, steps):
     """Where a rank can be lost: at work, awaiting a verdict, moving bytes."""
-    for step in range(len(steps)):
+    for step in range(PASS if verb == "messages" else 0, len(steps)):
         yield "work", step
         yield "wait", step
         if (verb, step) in MOVES:
@@ -295,7 +302,8 @@ QUICK = {
     ("load", ("work", READ), "kill", 2),
     ("load", ("work", READ), "stop", 0),
     ("load", ("move", 0), "kill", 2),
-    ("load", ("move", 10), "kill", 2),
+    ("load", ("work", PASS), "kill", 2),
+    ("messages", ("move", PASS), "kill", 2),
 }
 """These run in every check, the others with --all."""
 
@@ -323,15 +331,13 @@ def test_a_rank_is_lost(processes, tmp_path, verb, at, what, victim):
         WORLD, one_call, str(tmp_path), verb, victim, at, what, timeout_s=30
     )
     assert outcomes[victim].died == signal.SIGKILL
-    last = {"save": ("wait", COMMIT + 1), "load": ("wait", FILL)}
-    last["again"] = last["save"]
-    if at == last[verb] and victim != 0:
+    if at == ("wait", len(STEPS[verb]) - 1) and victim != 0:
         # All ranks had told that they are done: the others are right to return.
         assert all(o.ok and o.value[0] is None for o in outcomes if o.rank != victim)
     else:
         check_others(outcomes, victim, "no sign of life")
     # Lost after the commit, or beside it: the others cannot know, and what is there is whole.
-    committed = verb != "load" and at[1] == COMMIT + 1 and (at[0] == "wait" or victim)
+    committed = verb not in LOADS and at[1] == COMMIT + 1 and (at[0] == "wait" or victim)
     check_whole(tmp_path, 2 if committed else 1)
 
 

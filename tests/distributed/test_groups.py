@@ -394,3 +394,51 @@ def test_the_harness_kills_what_hangs_and_shows_where(processes):
     outcomes = processes.outcomes(2, misbehave, "raise", init=False)
     assert str(outcomes[1].error) == "seen by the parent"
     assert processes.run(3, misbehave, "", init=False) == [0, 1, 2]
+
+
+class Collective:
+    """Like FSDP1's: to give and take its state, all ranks must do so."""
+
+    def state_dict(self):
+        import torch.distributed as dist
+
+        dist.barrier()
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        import torch.distributed as dist
+
+        dist.barrier()
+
+
+class Faulty:
+    def __init__(self, fails):
+        self.fails = fails
+
+    def state_dict(self):
+        if self.fails == "give":
+            raise RuntimeError("this rank cannot")
+        return {"b": 2}
+
+    def load_state_dict(self, state):
+        if self.fails == "take":
+            raise RuntimeError("this rank cannot")
+
+
+def meet_in_an_object(rank, path):
+    def state(fails=None):
+        return {"first": Faulty(fails if rank == 1 else None), "second": Collective()}
+
+    shardkeep.save(state(), path)
+    for call in (
+        lambda: shardkeep.save(state("give"), path / "again"),
+        lambda: shardkeep.load(state("give"), path),
+        lambda: shardkeep.load(state("take"), path),
+    ):
+        with pytest.raises(shardkeep.CheckpointError, match="this rank cannot"):
+            call()
+    shardkeep.load(state(), path)
+
+
+def test_an_object_that_fails_on_one_rank_does_not_leave_others_in_the_next(processes, tmp_path):
+    processes.run(3, meet_in_an_object, tmp_path, timeout_s=30)

@@ -693,6 +693,24 @@ def test_groups_that_were_split_or_joined(tmp_path):
     assert joined.param_groups[0]["lr"] == 1e-3
 
 
+def test_options_that_do_not_fit_are_refused_before_tensors_are_read(tmp_path):
+    model, optimizer = built(two_groups)
+    train(model, optimizer)
+    shardkeep.save({"app": AppState(model, optimizer)}, tmp_path / "a")
+    again = Net(9)
+    before = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+    for into, why in (
+        (torch.optim.AdamW(again.parameters()), "weight_decay 0.0 and 0.1"),
+        (torch.optim.SGD(again.parameters(), momentum=0.9), "in the hands of AdamW"),
+    ):
+        with pytest.raises(MismatchError, match=why) as caught:
+            shardkeep.load({"app": AppState(again, into)}, tmp_path / "a", strict=False)
+        assert "undefined" not in "".join(getattr(caught.value, "__notes__", ()))
+        assert len(caught.value.mismatched) >= 1
+        assert not into.state
+        assert all(torch.equal(before[name], t) for name, t in again.state_dict().items())
+
+
 def test_joined_groups_whose_options_hold_tensors(tmp_path):
     def build(rates):
         model = Net()

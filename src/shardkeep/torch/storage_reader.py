@@ -84,10 +84,11 @@ class StorageReader(dcp_storage.StorageReader):
         self._planned: str | None = None  # the record that the plan is about, by its digest
         self._alone = False
         self._window: Window | None = None  # through which others will see what this rank reads
+        self._looked_up: tuple[list[dcp_planner.ReadItem], ReadItems] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without open files."""
-        gone = dict.fromkeys(("_native", "_metadata", "_window"))
+        gone = dict.fromkeys(("_native", "_metadata", "_window", "_looked_up"))
         return {**self.__dict__, **gone, "storage_data": {}}
 
     @property
@@ -108,6 +109,7 @@ class StorageReader(dcp_storage.StorageReader):
         """Begin another load."""
         self._native = self._metadata = None  # whoever has the metadata may still look at it
         self._planned, self._alone = None, False
+        self._looked_up = None
         self._close_window()
         self.storage_data = {}
         if checkpoint_id:
@@ -155,7 +157,9 @@ class StorageReader(dcp_storage.StorageReader):
         self._window = make_window(budget)
         if self._window is None:
             return b""
-        read = read_items(_tensor_items(plan), native.index.state)
+        items = _tensor_items(plan)
+        read = read_items(items, native.index.state)
+        self._looked_up = items, read
         return native.wants(read, budget, self._window.address)
 
     def prepare_global_plan(self, plans: list[dcp_planner.LoadPlan]) -> list[dcp_planner.LoadPlan]:
@@ -254,10 +258,11 @@ class StorageReader(dcp_storage.StorageReader):
         made: list[tuple[NativeReader, ReadItems, list[torch.Tensor], Targets]] = []
         with contextlib.ExitStack() as stack:
 
+            @torch.no_grad()
             def prepare() -> None:
                 native = stack.enter_context(self._opened())
                 self._read_objects(native, plan, planner)
-                made.append((native, *_targets(native, items, planner)))
+                made.append((native, *_targets(native, items, self._where(native, items), planner)))
 
             if coordinator is None:
                 prepare()
@@ -275,6 +280,13 @@ class StorageReader(dcp_storage.StorageReader):
             )
             for item, tensor in zip(items, tensors, strict=True):
                 planner.commit_tensor(item, tensor)
+
+    def _where(self, native: NativeReader, items: list[dcp_planner.ReadItem]) -> ReadItems:
+        """Which chunks the items are of; mostly this was looked up while all ranks planned."""
+        known, self._looked_up = self._looked_up, None
+        if known is not None and known[0] == items:
+            return known[1]
+        return read_items(items, native.index.state)
 
     def _read_objects(
         self,
@@ -300,10 +312,12 @@ def _tensor_items(plan: dcp_planner.LoadPlan) -> list[dcp_planner.ReadItem]:
 
 
 def _targets(
-    native: NativeReader, items: list[dcp_planner.ReadItem], planner: dcp_planner.LoadPlanner
+    native: NativeReader,
+    items: list[dcp_planner.ReadItem],
+    read: ReadItems,
+    planner: dcp_planner.LoadPlanner,
 ) -> tuple[ReadItems, list[torch.Tensor], Targets]:
     """What is read, and the planner's tensors it goes to."""
-    read = read_items(items, native.index.state)
     tensors = [planner.resolve_tensor(item).detach() for item in items]
     for item, tensor in zip(items, tensors, strict=True):
         if tensor.size() != item.lengths:

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-from shardkeep.columns import Boxes
+from shardkeep.columns import Boxes, Ints
 from shardkeep.metadata import Metadata, MetadataIndex, StorageLocation
 from shardkeep.tables import ChunkTable, LocationColumns, StateColumns, TensorTable, ValueTable
 from shardkeep.torch.mapping import meta_to_torch, properties_to_torch
@@ -99,18 +100,28 @@ class _Chunks:
     def __init__(self, state: StateColumns) -> None:
         self._state = state
         self._asked = 0
+        self._all: tuple[Boxes, Ints] | None = None
 
     def read(self, row: int) -> list[dcp.ChunkStorageMetadata]:
         self._asked += 1
-        if self._asked == FEW:
-            self._state.prefetch(range(len(self._state.tensors)))
-        return _objects(self._state.chunks_of(row).boxes)
+        if self._asked < FEW:
+            boxes = self._state.chunks_of(row).boxes
+            return _objects(boxes, 0, len(boxes))
+        if self._all is None:
+            chunks, begin = self._state.chunks_among(np.arange(len(self._state.tensors)))
+            self._all = chunks.boxes, begin
+        boxes, begin = self._all
+        return _objects(boxes, int(begin[row]), int(begin[row + 1]))
 
 
-def _objects(boxes: Boxes) -> list[dcp.ChunkStorageMetadata]:
-    start, offsets, sizes = boxes.start.tolist(), boxes.offsets.tolist(), boxes.sizes.tolist()
+def _objects(boxes: Boxes, first: int, stop: int) -> list[dcp.ChunkStorageMetadata]:
+    start = boxes.start[first : stop + 1].tolist()
+    base = start[0]
+    offsets = boxes.offsets[base : start[-1]].tolist()
+    sizes = boxes.sizes[base : start[-1]].tolist()
+    size, chunk = torch.Size, dcp.ChunkStorageMetadata
     return [
-        dcp.ChunkStorageMetadata(torch.Size(offsets[low:high]), torch.Size(sizes[low:high]))
+        chunk(size(offsets[low - base : high - base]), size(sizes[low - base : high - base]))
         for low, high in itertools.pairwise(start)
     ]
 
