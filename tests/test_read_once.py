@@ -390,6 +390,15 @@ def test_machines_share_by_themselves_unless_less_must_be_read():
         )
         for rank in range(4)
     ]
+    # A machine with one rank does not keep the others from sharing.
+    third = encode_wants(
+        runs, budget=64 << 20, block=BLOCK, cold=True, window=Address("third", 9, 3, b"")
+    )
+    shares = [
+        Share.decode(message)
+        for message in plan_shares([*told[:3], told[3], third, told[0]], "auto")
+    ]
+    assert [len(share.runs) > 0 for share in shares] == [True] * 4 + [False, True]
     for read_once, machines in (("auto", 2), (True, 1)):
         shares = [Share.decode(message) for message in plan_shares(told, read_once)]
         assert {tuple(share.ranks.tolist()) for share in shares} == (

@@ -94,6 +94,8 @@ class _Passing:
         self.lock = threading.Lock()
         self.stopped = False
         self.own = np.flatnonzero(share.owner == share.member)
+        self.lookers = int(np.bitwise_or.reduce(share.holders[self.own], initial=0))
+        """Who wants anything of what this rank reads, a bit for each."""
         self.ready: dict[int, int] = {}
         """Where stretches that have been filled in begin and end, before which others have not."""
         self.lines: dict[int, _Line] = {}
@@ -153,11 +155,8 @@ class _Passing:
         return window.ring[low : low + int(share.runs.blocks[row]) * block]
 
     def _fill(self, rows: list[int]) -> None:
-        share = self.share
-        begin, end = (
-            int(share.turn[rows[0]]),
-            int(share.turn[rows[-1]] + share.runs.blocks[rows[-1]]),
-        )
+        share, last = self.share, rows[-1]
+        begin, end = int(share.turn[rows[0]]), int(share.turn[last] + share.runs.blocks[last])
         if not self.stopped and not self._await_need_of(end - share.ring):
             self.stopped = True  # whoever is slow may still look at what is there
         if self.stopped:
@@ -174,11 +173,10 @@ class _Passing:
 
     def _await_need_of(self, number: int) -> bool:
         """Wait until nobody needs any of our blocks before this one, which is not there yet."""
-        wanted = int(np.bitwise_or.reduce(self.share.holders[self.own], initial=0))
         pause = _Pause()
         for member, address in enumerate(self.share.windows):
             patience = _Patience(address)
-            while wanted >> member & 1:
+            while self.lookers >> member & 1:
                 needed = int(self.window.counters[TAKEN + member])
                 if needed >= number:
                     break

@@ -169,10 +169,10 @@ def _neighbours(wants: Sequence[_Want], read_once: ReadOnce) -> tuple[list[list[
     machines: dict[str, list[int]] = defaultdict(list)
     for rank, want in enumerate(wants):
         machines["" if want.window is None else want.window.machine].append(rank)
-    lonely = "" in machines or any(len(ranks) == 1 for ranks in machines.values())
     # Through memory as good as nothing is lost, over a network it may be: one machine by itself is
-    # enough, unless it is asked for that ranks read as little as they can.
-    near = not lonely and (len(machines) == 1 or read_once == "auto")
+    # enough where most have several ranks, unless they are to read as little as they can.
+    crowded = len(wants) >= 2 * len(machines)
+    near = "" not in machines and (len(machines) == 1 or (read_once == "auto" and crowded))
     sets = list(machines.values()) if near else [list(range(len(wants)))]
     cut = [
         ranks[low : low + NEIGHBOURS] for ranks in sets for low in range(0, len(ranks), NEIGHBOURS)
