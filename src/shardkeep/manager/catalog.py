@@ -22,7 +22,7 @@ from shardkeep.manager.steps import DamagedStep, Listing, Step, metrics_of
 from shardkeep.storage import CheckpointId
 from shardkeep.stores.local import LocalStore, Stat, storage_errors
 
-__all__ = ["MANAGED", "Catalog", "is_leaving", "leaving_name", "left_step"]
+__all__ = ["MANAGED", "Catalog", "copying_name", "is_leaving", "leaving_name", "left_step"]
 
 log = logging.getLogger("shardkeep")
 
@@ -30,6 +30,8 @@ MANAGED = ".shardkeep"
 """The folder beside the steps for what the manager itself keeps."""
 _LEAVING = ".deleted-"
 """Before the name of a step that is being removed: 16 hex digits and a dash follow."""
+_COPYING = ".copying-"
+"""The same before the name of a step that is being copied here from another tier."""
 _DIGITS = 16
 _LOOKS = 20
 """Listings in a row that may change while they are looked at."""
@@ -41,11 +43,16 @@ def leaving_name(name: str, token: str) -> str:
     return f"{_LEAVING}{token}-{name}"
 
 
-def is_leaving(name: str) -> bool:
+def copying_name(name: str, token: str) -> str:
+    """What a step is called until all of its copy is there."""
+    return f"{_COPYING}{token}-{name}"
+
+
+def is_leaving(name: str, prefix: str = _LEAVING) -> bool:
     """Whether a name is that of something being removed."""
-    token, _, rest = name.removeprefix(_LEAVING).partition("-")
+    token, _, rest = name.removeprefix(prefix).partition("-")
     return (
-        name.startswith(_LEAVING)
+        name.startswith(prefix)
         and len(token) == _DIGITS
         and not set(token) - set("0123456789abcdef")
         and rest != ""
@@ -73,6 +80,8 @@ class Catalog:
         self._known: dict[str, tuple[Stat, Step | DamagedStep]] = {}
         self._links: set[str] = set()
         """Those that were told of."""
+        self.copying: set[str] = set()
+        """Names of copies that this process is making here."""
         self._lock = threading.Lock()
 
     @property
@@ -119,12 +128,14 @@ class Catalog:
 
     def _look_at(self, names: list[str]) -> tuple[Listing, bool]:
         """What these names are, and whether a step among them is gone."""
-        steps, damaged, unfinished, leaving = [], [], [], []
+        steps, damaged, unfinished, leaving, copying = [], [], [], [], []
         vanished = False
         numbered = []
         for name in names:
             if is_leaving(name):
                 leaving.append(name)
+            elif is_leaving(name, _COPYING):
+                copying.append(name)
             elif (step := self.names.step(name)) is not None:
                 numbered.append((step, name))
         for step, name in sorted(numbered):
@@ -143,7 +154,9 @@ class Catalog:
             elif found is not None:
                 damaged.append(found)
         self._forget({name for _, name in numbered})
-        listing = Listing(tuple(steps), tuple(damaged), tuple(unfinished), tuple(leaving))
+        listing = Listing(
+            tuple(steps), tuple(damaged), tuple(unfinished), tuple(leaving), tuple(copying)
+        )
         return listing, vanished
 
     def _forget(self, there: set[str]) -> None:
@@ -210,6 +223,7 @@ class Catalog:
             _time(user.get("saved_at"), now.modified),
             metrics_of(user),
             _dict(user.get("metadata")),
+            (path,),
         )
 
 

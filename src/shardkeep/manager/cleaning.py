@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shardkeep.errors import CheckpointError
@@ -13,11 +13,12 @@ from shardkeep.formats.native.commit import STALE_S, collect_garbage, server_tim
 from shardkeep.formats.native.names import DATA
 from shardkeep.manager.catalog import MANAGED, Catalog, leaving_name
 from shardkeep.manager.pins import Pins
+from shardkeep.manager.publishing import remove_dead_copies
 from shardkeep.manager.removal import finish_removals
 from shardkeep.manager.steps import Listing
 from shardkeep.stores.local import LocalStore
 
-__all__ = ["Cleaned", "clean"]
+__all__ = ["Cleaned", "clean", "joined_cleaned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,24 @@ class Cleaned:
     """Names of steps that seem to be being saved, and were left alone."""
     problems: tuple[str, ...] = ()
     """What could not be cleaned, and why."""
+
+    def under(self, folder: str) -> Cleaned:
+        """The same, of a folder that is named."""
+        removed, live, problems = (
+            tuple(f"{folder}/{each}" for each in part)
+            for part in (self.removed, self.live, self.problems)
+        )
+        return Cleaned(removed, self.nbytes, live, problems)
+
+
+def joined_cleaned(parts: Sequence[Cleaned]) -> Cleaned:
+    """What several cleanings did."""
+    return Cleaned(
+        tuple(name for part in parts for name in part.removed),
+        sum(part.nbytes for part in parts),
+        tuple(name for part in parts for name in part.live),
+        tuple(text for part in parts for text in part.problems),
+    )
 
 
 def clean(
@@ -63,6 +82,9 @@ def clean(
             pins.remove_dead()
         except OSError as error:
             problems.append(f"pins: {error}")
+    gone, freed = remove_dead_copies(catalog, listing.copying, stale_s, dry_run=dry_run)
+    removed += gone
+    nbytes += freed
     suspects = [name for name in listing.unfinished if name not in busy]
     suspects += [name for name in _with_extras(catalog, listing, problems) if name not in busy]
     now = _now(store) if suspects else 0.0

@@ -34,6 +34,8 @@ class Step:
     """What it was saved with."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """The user's own, as JSON has it."""
+    copies: tuple[str, ...] = ()
+    """Where it lies, the copy that is read first in front; `path` is that one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class Listing:
     """Names of steps without a record: being saved, or left by a save that was killed."""
     leaving: tuple[str, ...] = ()
     """Names of what is being removed, or was when its remover was killed."""
+    copying: tuple[str, ...] = ()
+    """Names of copies that are being made, or were when their maker was killed."""
 
 
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
