@@ -89,11 +89,19 @@ class Job:
         self.step = state["step"]
 
 
-def train(job: Job, folder: Path, steps: int, save_every: int, is_first: bool) -> None:
+def train(
+    job: Job,
+    folder: Path,
+    steps: int,
+    save_every: int,
+    is_first: bool,
+    fast: Path | None = None,
+) -> None:
     with CheckpointManager(
         folder,
         save=EverySteps(save_every) | EverySeconds(600) | OnPreemption(),
         keep=KeepLast(2) | KeepBest(1, "loss") | KeepEvery(1000),
+        fast=fast,
     ) as manager:
         state = job.state()
         restored = manager.restore(state)  # the newest whole step, the same on all ranks
@@ -111,12 +119,13 @@ def train(job: Job, folder: Path, steps: int, save_every: int, is_first: bool) -
                 if is_first:
                     print(f"stopped at step {job.step}", flush=True)
                 break
-    # Left: the last save is complete, and what was to be removed is gone.
+    # Left: the last save is complete and copied, and what was to be removed is gone.
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="where checkpoints go")
+    parser.add_argument("--fast", type=Path, help="saved there first: /dev/shm/..., an NVMe")
     parser.add_argument("--steps", type=int, default=300, help="the last step")
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     options = parser.parse_args()
@@ -126,7 +135,7 @@ def main() -> None:
     if world > 1:
         dist.init_process_group("gloo")
     is_first = world == 1 or dist.get_rank() == 0
-    train(Job(world), options.folder, options.steps, options.save_every, is_first)
+    train(Job(world), options.folder, options.steps, options.save_every, is_first, options.fast)
     if world > 1:
         shardkeep.flush()
         dist.destroy_process_group()

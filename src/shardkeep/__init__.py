@@ -54,6 +54,7 @@ _HOMES = {
         "WhenIdle",
     ),
     "manager.steps": ("DamagedStep", "Step"),
+    "manager.tiers": ("FastTier",),
     "manager.waiting": ("PinnedStep",),
     "metadata": (
         "BytesStorageMetadata",
@@ -115,6 +116,7 @@ __all__ = [
     "EnumerableShardingSpec",
     "EverySeconds",
     "EverySteps",
+    "FastTier",
     "FormatError",
     "GcResult",
     "KeepBest",
@@ -233,6 +235,7 @@ if TYPE_CHECKING:
     from shardkeep.manager.keeping import KeepBest, KeepEvery, KeepLast, KeepNewer, KeepPolicy
     from shardkeep.manager.restoring import Restored
     from shardkeep.manager.steps import DamagedStep, Step
+    from shardkeep.manager.tiers import FastTier
     from shardkeep.manager.timing import (
         AtSteps,
         EverySeconds,

@@ -45,7 +45,7 @@ def start(folder, *args, ranks=1):
 # --- in processes that are forked, which is quick
 
 
-def train(rank, world, folder, steps, told_at, told=0):
+def train(rank, world, folder, steps, told_at, told=0, fast=None):
     """The example's loop, where a rank gets the scheduler's signal in the middle of a step."""
     sys.path.insert(0, str(EXAMPLE.parent))
     import train_managed
@@ -60,7 +60,7 @@ def train(rank, world, folder, steps, told_at, told=0):
     shardkeep.catch_preemption()
     job = Job(world)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        train_managed.train(job, Path(folder), steps, 10, rank == 0)
+        train_managed.train(job, Path(folder), steps, 10, rank == 0, fast)
     return job.step, out.getvalue()
 
 
@@ -76,10 +76,11 @@ def test_told_to_stop_and_started_again_it_learns_the_same(training, tmp_path):
 
 
 def test_one_rank_of_two_is_told_to_stop_and_three_go_on(training, tmp_path):
-    outcomes = training.run(2, train, 2, str(tmp_path), 30, 13, 1)
+    root, fast = str(tmp_path / "run"), tmp_path / "fast"
+    outcomes = training.run(2, train, 2, root, 30, 13, 1, fast)
     assert [step for step, _ in outcomes] == [13, 13]
-    assert numbers(tmp_path)[-1] == 13
-    outcomes = training.run(3, train, 3, str(tmp_path), 15, None)
+    assert numbers(root)[-1] == numbers(fast)[-1] == 13
+    outcomes = training.run(3, train, 3, root, 15, None, 0, fast)
     assert [step for step, _ in outcomes] == [15] * 3
     assert outcomes[0][1].startswith("resumed step 13\n")
 

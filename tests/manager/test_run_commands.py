@@ -146,3 +146,29 @@ def test_show_tells_what_a_step_was_saved_with(root):
 def test_damage_that_only_verify_finds_does_not_show(root):
     damage(root, 10)
     assert listed(root)[10]["state"] == "whole"
+
+
+def test_ls_of_two_tiers(tmp_path):
+    root, fast = tmp_path / "run", tmp_path / "fast"
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.save(1, {"w": 1})
+        manager.save(2, {"w": 2})
+    fill(fast, [3])
+    text = run(0, "ls", root, "--fast", fast)
+    lines = [line.split()[:3] for line in text.splitlines() if "whole" in line]
+    assert lines == [
+        ["1", "whole,", "durable"],
+        ["2", "whole,", "durable"],
+        ["2", "whole,", "fast"],
+        ["3", "whole,", "fast"],
+    ]
+    assert text.count("not copied") == 1
+    found = json.loads(run(0, "ls", root, "--fast", fast, "--json"))["steps"]
+    assert [(step["step"], step["tier"]) for step in found] == [
+        (1, "durable"),
+        (2, "durable"),
+        (2, "fast"),
+        (3, "fast"),
+    ]
+    assert found[1]["save_id"] == found[2]["save_id"]
+    assert listed(root)[2]["tier"] is None

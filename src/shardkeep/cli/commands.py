@@ -255,18 +255,21 @@ def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) 
 
 @cli.command(short_help="The steps of a run.")
 @_root
+@click.option("--fast", metavar="FAST", help="The run's fast tier, listed too.")
 @_step_name
 @_json
 @click.pass_context
-def ls(ctx: click.Context, root: str, step_name: str, json: bool) -> None:
+def ls(ctx: click.Context, root: str, fast: str | None, step_name: str, json: bool) -> None:
     """List the steps of a run: size, bytes shared with other steps, metrics, age, pins.
 
     A step is whole if every file that its record names is there with its size; the contents are
     for verify. Exits with 1 if one is damaged.
     """
-    from shardkeep.cli.runs import Run
+    from shardkeep.cli.runs import Run, tiered
 
     rows = Run(root, step_name).rows()
+    if fast is not None:
+        rows = tiered(Run(fast, step_name).rows(), rows)
     _output(json).run(root, rows)
     if any(row.state == "damaged" for row in rows):
         ctx.exit(DAMAGED)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from shardkeep.cli.texts import human_size, jsonable, printable
@@ -21,7 +21,7 @@ from shardkeep.manager.steps import Listing, Step
 from shardkeep.manager.wholeness import any_whole, look_at_files
 from shardkeep.stores.local import LocalStore
 
-__all__ = ["Run", "RunRow", "State", "is_run", "run_cells", "run_object"]
+__all__ = ["Run", "RunRow", "State", "is_run", "run_cells", "run_object", "tiered"]
 
 State: TypeAlias = Literal["whole", "damaged", "unfinished"]
 
@@ -50,6 +50,10 @@ class RunRow:
     """The user's own."""
     pinned: str = ""
     """By whom, or nothing."""
+    save_id: str = ""
+    """The save that wrote it."""
+    tier: str = ""
+    """`fast` or `durable`, where there are two."""
 
 
 class Run:
@@ -95,6 +99,7 @@ class Run:
             step.metrics,
             step.metadata,
             pinned(name),
+            step.save_id,
         )
 
     def remove(self, steps: Sequence[int], *, force: bool, dry_run: bool) -> Removal:
@@ -149,6 +154,16 @@ class Run:
         raise CheckpointNotFoundError(f"no step {step} in {self.root}: no {name}")
 
 
+def tiered(fast: Sequence[RunRow], durable: Sequence[RunRow]) -> list[RunRow]:
+    """The rows of two tiers, by step; what is only in the fast one says so."""
+    copied = {row.save_id for row in durable if row.state == "whole"}
+    rows = [replace(row, tier="durable") for row in durable]
+    for row in fast:
+        alone = row.state == "whole" and row.save_id not in copied
+        rows.append(replace(row, tier="fast", problem="not copied" if alone else row.problem))
+    return sorted(rows, key=lambda row: (row.step, row.tier))
+
+
 def _size(catalog: Catalog, name: str) -> int:
     total = 0
     for folder, _, files in os.walk(catalog.store.root / name):
@@ -191,18 +206,18 @@ def age_text(saved_at: float | None) -> str:
 
 
 def run_cells(row: RunRow) -> tuple[str, ...]:
-    """Step, state, size, shared, age, metrics, and a remark."""
+    """Step, state, size, shared, age, metrics, and a remark; the tier goes with the state."""
     metrics = "  ".join(f"{printable(name)}={value:.6g}" for name, value in row.metrics.items())
-    note = f"pinned by {row.pinned}" if row.pinned else ""
+    notes = [row.problem, f"pinned by {row.pinned}" if row.pinned else ""]
     shared = human_size(row.shared) if row.shared else ""
     return (
         str(row.step),
-        row.state,
+        f"{row.state}, {row.tier}" if row.tier else row.state,
         human_size(row.nbytes),
         shared,
         age_text(row.saved_at),
         metrics,
-        printable(row.problem or note),
+        printable("; ".join(note for note in notes if note)),
     )
 
 
@@ -219,4 +234,6 @@ def run_object(row: RunRow) -> dict[str, Any]:
         "metrics": jsonable(row.metrics),
         "metadata": jsonable(row.metadata),
         "pinned": row.pinned or None,
+        "save_id": row.save_id or None,
+        "tier": row.tier or None,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
+import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
@@ -19,18 +19,16 @@ from shardkeep.errors import StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.handles import SaveHandle
-from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.deciding import Decider
 from shardkeep.manager.folder import RunFolder
 from shardkeep.manager.keeping import KeepWhat, keep_policy
 from shardkeep.manager.naming import DEFAULT_NAME, StepNames
 from shardkeep.manager.pins import STALE_S as PIN_STALE_S
-from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import refuse_replacing, remove_steps
 from shardkeep.manager.restoring import LoadOptions, Restored, restore
-from shardkeep.manager.retention import Retention
-from shardkeep.manager.steps import Step, user_metadata_of
+from shardkeep.manager.steps import user_metadata_of
+from shardkeep.manager.tiers import FastTier, Tiers
 from shardkeep.manager.timing import SaveWhen, save_policy
+from shardkeep.manager.upkeep import Upkeep
 from shardkeep.planner import SavePlanner
 from shardkeep.progress import Progress
 from shardkeep.saving import SaveResult
@@ -58,7 +56,8 @@ class CheckpointManager(RunFolder, Closing):
 
     `save`, `async_save`, `should_save`, `should_stop`, `restore`, `delete`, `wait_for` and `watch`
     are collective over the process group. `steps`, `latest` and `best` look at the directory, on
-    any rank. One job at a time saves into a folder; any number read it.
+    any rank. One job at a time saves into a folder; any number read it. With a fast tier, steps are
+    saved there and copied to the folder behind the program.
     """
 
     def __init__(
@@ -67,6 +66,7 @@ class CheckpointManager(RunFolder, Closing):
         *,
         save: SaveWhen = None,
         keep: KeepWhat = None,
+        fast: FastTier | CheckpointId | None = None,
         step_name: str = DEFAULT_NAME,
         full_every: int | None = None,
         fall_back: bool = True,
@@ -83,7 +83,8 @@ class CheckpointManager(RunFolder, Closing):
         """Nothing is touched yet; the folder need not exist.
 
         `save` says when `should_save` is true: a policy, or a number of steps. `keep` says what
-        stays: a policy, or how many of the last steps; None keeps all. With `full_every`, a save
+        stays: a policy, or how many of the last steps; None keeps all. `fast` is a folder on faster
+        storage where steps are saved first, see `FastTier`. With `full_every`, a save
         uses again what did not change since the one before (`base=` of `shardkeep.save`), but for
         one in so many, and the first of this manager, which write all. `fall_back` has `restore`
         pass over damaged steps. `ask_every` has all ranks asked only every so many steps, where a
@@ -95,7 +96,9 @@ class CheckpointManager(RunFolder, Closing):
             raise ValueError(f"stale_s is {stale_s!r}, pin_stale_s is {pin_stale_s!r}; use seconds")
         if full_every is not None and (type(full_every) is not int or full_every < 1):
             raise ValueError(f"full_every is {full_every!r}; use a number of saves, or None")
-        when, catalog = save_policy(save), Catalog(root, StepNames(step_name))
+        when = save_policy(save)
+        first = FastTier(fast) if isinstance(fast, (str, os.PathLike)) else fast
+        tiers = Tiers(root, first, StepNames(step_name), pin_stale_s)
         self._owned = checkpointer is None
         keeper = checkpointer or Checkpointer(
             process_group=process_group,
@@ -104,32 +107,27 @@ class CheckpointManager(RunFolder, Closing):
             memory_budget=memory_budget,
             timeout_s=timeout_s,
         )
-        pins = Pins(catalog.store, stale_s=pin_stale_s)
-        super().__init__(catalog, pins, keeper, keep_policy(keep), stale_s)
+        super().__init__(tiers, keeper, keep_policy(keep), stale_s)
         self._fall_back = fall_back
         self._full_every = full_every
         self._bases: list[int] = []
         """Steps that were saved one on the other, of which the first is whole."""
         self._is_leader = keeper.coordinator.rank == 0
-        self._moving = threading.Lock()
-        """Held while a step begins to be saved, and while one is moved away."""
         self._decider = Decider(keeper, when, self._is_busy, ask_every)
-        self._retention = Retention(
-            self._catalog,
-            self._pins,
+        self._upkeep = Upkeep(
+            tiers,
             self._keep_policy,
+            first,
             stale_s=stale_s,
+            leads=self._is_leader,
             spared=self._spared,
-            damaged=lambda: self._damaged,
             busy=self._busy.copy,
             moving=self._moving,
-            may_remove=lambda: self._kept is not None,
         )
+        self._retention = self._upkeep.retention
         self._reached: int | None = None
         """The step this run stands at, once it was restored or has saved."""
         self._handle: SaveHandle | None = None
-        self._damaged: set[str] = set()
-        """Save ids of steps that a restore found damaged: they hold nobody's place."""
         self._kept: int | None = None
         """The step that this run would go on from: saved, or restored."""
         self._begun: tuple[SaveHandle, int | None] | None = None
@@ -146,6 +144,7 @@ class CheckpointManager(RunFolder, Closing):
 
         Never twice for one step: once it was saved, the answer is no.
         """
+        self._upkeep.begin()
         return self._decider.should_save(step)
 
     def should_stop(self) -> bool:
@@ -164,23 +163,29 @@ class CheckpointManager(RunFolder, Closing):
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool | None = None,
+        durable: bool = False,
         **options: Unpack[SaveOptions],
     ) -> SaveResult:
-        """Save a step; returns once it is committed and durable.
+        """Save a step; returns once it is committed, in the fast tier if there is one.
 
         `metrics` are numbers and `metadata` is what JSON has; both are kept with the step, and
         those of rank 0 count. A step that exists is an error, unless the run went back: after
         `restore`, what lies beyond the step that was restored, or saved last, is replaced.
+        `durable` leaves the fast tier out: it is saved where it would be copied to.
         """
-        path, replace, user = self._prepare(step, metrics, metadata, overwrite)
-        self._add_base(options)
+        durable = durable and self._tiers.fast is not None
+        path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
+        self._add_base(options, durable)
         self._hold(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
         finally:
             self._busy.discard(step)
-        self._bases.append(step)
-        self._saved(step)
+        self._note_base(step, durable)
+        self._decider.saved(step)
+        self._begun = None
+        self._reached = self._kept = step
+        self._upkeep.saved(step, done.save_id, durable)
         return done
 
     def async_save(
@@ -191,13 +196,15 @@ class CheckpointManager(RunFolder, Closing):
         *,
         metadata: Mapping[str, Any] | None = None,
         overwrite: bool | None = None,
+        durable: bool = False,
         snapshot: SnapshotKind = "eager",
         on_overlap: OnOverlap = "wait",
         **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """Save a step in the background; see `save` and `shardkeep.async_save`."""
-        path, replace, user = self._prepare(step, metrics, metadata, overwrite)
-        self._add_base(options)
+        durable = durable and self._tiers.fast is not None
+        path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
+        self._add_base(options, durable)
         self._hold(step)
         try:
             handle = self._keeper.async_save(
@@ -217,11 +224,11 @@ class CheckpointManager(RunFolder, Closing):
             return handle
         self._look_back()  # the one before has ended, on all ranks
         self._handle = handle
-        self._bases.append(step)
+        self._note_base(step, durable)
         self._decider.saved(step)
         self._begun = handle, self._reached
         self._reached = step
-        handle.add_done_callback(lambda done: self._ended(step, handle))
+        handle.add_done_callback(lambda done: self._ended(step, handle, durable))
         return handle
 
     def _prepare(
@@ -230,6 +237,7 @@ class CheckpointManager(RunFolder, Closing):
         metrics: Mapping[str, Any] | None,
         metadata: Mapping[str, Any] | None,
         overwrite: bool | None,
+        durable: bool,
     ) -> tuple[str, bool, dict[str, Any]]:
         """Where it goes, whether it replaces what is there, what is told beside it; or one error
         for all ranks, before any of them begins."""
@@ -238,7 +246,7 @@ class CheckpointManager(RunFolder, Closing):
         def look() -> None:
             if self._closed:
                 raise ValueError(f"the manager of {self.root} was closed")
-            path = self._catalog.path(step)
+            path = (self._tiers.durable if durable else self._tiers.first).catalog.path(step)
             user = user_metadata_of(step, time.time(), metrics, metadata)
             self._look_back(step)
             replace = overwrite
@@ -246,11 +254,12 @@ class CheckpointManager(RunFolder, Closing):
                 # Who has not looked what is there does not know whose it is.
                 replace = self._restored and self._reached is not None and step > self._reached
             if self._is_leader:
-                refuse_replacing(self._catalog, self._pins, step, replace=replace)
+                self._upkeep.before_save(step, replace, group.advance)
                 self._warn_of_newer()
             made.append((path, replace, checked_user_metadata(user)))
 
-        self._keeper.coordinator.agree("begin a step", look)
+        group = self._keeper.coordinator
+        group.agree("begin a step", look)
         return made[0]
 
     def _look_back(self, step: int | None = None) -> None:
@@ -269,35 +278,30 @@ class CheckpointManager(RunFolder, Closing):
     def _hold(self, step: int) -> None:
         with self._moving:
             self._busy.add(step)
-        if self._is_leader:
-            # What a killed job left is cleaned while this one saves; but not under its hands.
-            self._retention.poke()
+        # What a killed job left is cleaned while this one saves; but not under its hands.
+        self._upkeep.poke()
 
-    def _add_base(self, options: SaveOptions) -> None:
+    def _add_base(self, options: SaveOptions, durable: bool) -> None:
         """The step before, which all ranks have begun; where it failed, all is written."""
-        if self._full_every is None or "base" in options:
+        if self._full_every is None or "base" in options or durable:
             return
         if len(self._bases) >= self._full_every:
             self._bases.clear()
         if self._bases:
             options["base"] = self._catalog.path(self._bases[-1])
 
-    def _saved(self, step: int) -> None:
-        self._decider.saved(step)
-        self._begun = None
-        self._reached = self._kept = step
-        if self._is_leader:
-            self._retention.poke()
+    def _note_base(self, step: int, durable: bool) -> None:
+        """Files are shared within a tier."""
+        self._bases = [] if durable else [*self._bases, step]
 
-    def _ended(self, step: int, handle: SaveHandle) -> None:
+    def _ended(self, step: int, handle: SaveHandle, durable: bool) -> None:
         """On the thread of the save."""
         self._busy.discard(step)
         # The handle's own `exception` would count as somebody having looked.
         if handle.cancelled() or Future.exception(handle) is not None:
             return
         self._kept = step
-        if self._is_leader:
-            self._retention.poke()
+        self._upkeep.saved(step, Future.result(handle).save_id, durable)
 
     def _is_busy(self) -> bool:
         return self._handle is not None and not self._handle.done()
@@ -331,8 +335,7 @@ class CheckpointManager(RunFolder, Closing):
         found = restore(
             state,
             step,
-            self._catalog,
-            self._pins,
+            self._tiers,
             self._keeper,
             fall_back=falls,
             options=options,
@@ -345,60 +348,47 @@ class CheckpointManager(RunFolder, Closing):
         with self._moving:
             self._reached = self._kept = found.step
         self._decider.restored(found.step)
-        for bad in found.damaged:
-            known = self._catalog.find(bad.step)
-            if isinstance(known, Step):
-                self._damaged.add(known.save_id)
+        self._upkeep.restored(found.step, found.save_id, found.path, found.damaged)
         self._rewound = step is not None
         if drop_newer:
             passed = {bad.step for bad in found.damaged}
-            self._keeper.coordinator.lead("drop newer steps", lambda: self._drop_newer(passed))
+            self._keeper.coordinator.lead(
+                "drop newer steps", lambda: self._drop_newer(found.step, passed)
+            )
         return found
-
-    def _newer(self) -> list[int]:
-        return [s.step for s in self._catalog.look().steps if s.step > (self._reached or 0)]
-
-    def _drop_newer(self, passed: set[int]) -> bytes:
-        """But for those that are pinned, and those that could not be read: they may be, later."""
-        names = [self._catalog.names.of(step) for step in self._newer() if step not in passed]
-        advance = self._keeper.coordinator.advance
-        left = remove_steps(self._catalog.store, self._pins, names, progress=advance)
-        for name in (*left.pinned, *left.failed):
-            log.warning("%s is newer than what was restored, and stays in %s", name, self.root)
-        return b""
 
     def _warn_of_newer(self) -> None:
         """Once, when a run that went back saves for the first time."""
         rewound, self._rewound = self._rewound, False
-        newer: list[int] = []
         with contextlib.suppress(StorageError):  # the save meets it too, if it lasts
-            newer = self._newer() if rewound else []
-        if newer:
-            log.warning(
-                "steps %d to %d of %s are newer than step %d, which was restored: a restart would "
-                "resume from them. Remove them with restore(..., drop_newer=True), or delete(step)",
-                newer[0],
-                newer[-1],
-                self.root,
-                self._reached,
-            )
+            if rewound:
+                self._tell_of_newer(self._reached or 0)
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""
-        return self._retention.wait(timeout)
+        return self._upkeep.wait_retention(timeout)
+
+    def wait_copied(self, step: int | None = None, timeout: float | None = None) -> bool:
+        """Until a step is at the durable root, or all that its policy wants there; whether it is.
+
+        False at once for a step that is not to be copied, as newer ones have taken its place. What
+        went wrong with a copy is raised, on the rank that copies: the coordinator. Local. Copies
+        are made by a program that saves, from its first `should_save` or `save` on.
+        """
+        return self._upkeep.wait_copied(step, timeout)
 
     # --- the end
 
     def close(self) -> None:
-        """Wait for the save in the background, and remove what is to be removed after it.
+        """Wait for the save in the background and for copies, and remove what is to be removed.
 
-        An error of that save which nobody has looked at is raised.
+        An error of theirs which nobody has looked at is raised.
         """
         if self._closed:
             return
         self._closed = True
         with contextlib.ExitStack() as last:
-            last.callback(self._retention.close)
+            last.callback(self._upkeep.close)
             if self._handle is not None and not self._owned:
                 wait([self._handle])
             if self._owned:

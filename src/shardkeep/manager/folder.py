@@ -3,20 +3,23 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Iterator, Sequence
 
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.errors import CheckpointNotFoundError, StorageError
-from shardkeep.manager.catalog import Catalog
-from shardkeep.manager.cleaning import Cleaned, clean
+from shardkeep.manager.cleaning import Cleaned, clean, joined_cleaned
 from shardkeep.manager.keeping import KeepPolicy, best_step, find_best
-from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import remove_steps
+from shardkeep.manager.removal import Removal, remove_steps
 from shardkeep.manager.steps import Step
+from shardkeep.manager.tiers import Tier, Tiers
 from shardkeep.manager.waiting import PinnedStep, next_step
 from shardkeep.manager.wholeness import any_whole
 
 __all__ = ["RunFolder"]
+
+log = logging.getLogger("shardkeep")
 
 POLL_S = 5.0
 """The longest pause between two looks for a new step."""
@@ -27,25 +30,27 @@ class RunFolder:
 
     def __init__(
         self,
-        catalog: Catalog,
-        pins: Pins,
+        tiers: Tiers,
         keeper: Checkpointer,
         keep: KeepPolicy | None,
         stale_s: float,
     ) -> None:
         """Nothing is touched."""
-        self._catalog = catalog
-        self._pins = pins
+        self._tiers = tiers
+        self._catalog = tiers.first.catalog
+        """Where steps are saved."""
         self._keeper = keeper
         self._keep_policy = keep
         self._stale_s = stale_s
         self._busy: set[int] = set()
         """Steps that are being saved."""
+        self._moving = threading.Lock()
+        """Held while a step begins to be saved, and while one is moved away or into its place."""
 
     @property
     def root(self) -> str:
-        """The folder, as an absolute path."""
-        return self._catalog.root
+        """The durable folder, as an absolute path."""
+        return self._tiers.durable.catalog.root
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -55,12 +60,15 @@ class RunFolder:
     # --- looking
 
     def steps(self) -> list[Step]:
-        """The committed steps, in ascending order, with metrics and metadata; reads no data."""
-        return list(self._catalog.look().steps)
+        """The committed steps, in ascending order, with metrics and metadata; reads no data.
+
+        With a fast tier, those of both; `copies` tells where each lies.
+        """
+        return list(self._tiers.look().steps)
 
     def latest(self) -> Step | None:
         """The newest step; derived from the directory each time."""
-        steps = self._catalog.look().steps
+        steps = self._tiers.look().steps
         return steps[-1] if steps else None
 
     def best(self, metric: str | None = None, *, highest: bool | None = None) -> Step | None:
@@ -72,15 +80,16 @@ class RunFolder:
             metric = rule.metric
         if highest is None:
             highest = rule is not None and rule.highest
-        return best_step(self._catalog.look().steps, metric, highest)
+        return best_step(self._tiers.look().steps, metric, highest)
 
     # --- removing
 
     def delete(self, step: int, *, force: bool = False) -> None:
-        """Remove a step. One that is pinned, or the only one there is, only with `force`."""
+        """Remove a step, all copies of it. One that is pinned, or the only one there is, only with
+        `force`."""
 
         def lead() -> bytes:
-            listing = self._catalog.look()
+            listing = self._tiers.look()
             there = [found.step for found in listing.steps]
             if step in self._busy:
                 raise StorageError(
@@ -88,12 +97,12 @@ class RunFolder:
                     transient=True,
                 )
             if step not in there and all(found.step != step for found in listing.damaged):
-                raise CheckpointNotFoundError(f"no step {step} in {self.root}")
+                raise CheckpointNotFoundError(f"no step {step} in {self._tiers.text}")
             others = [found for found in reversed(listing.steps) if found.step != step]
             if not force and step in there and not any_whole(others):
                 raise StorageError(
-                    f"step {step} is the only whole one in {self.root}; pass force=True to be left "
-                    "with none"
+                    f"step {step} is the only whole one in {self._tiers.text}; pass force=True to "
+                    "be left with none"
                 )
             self._remove([step], force=force)
             return b""
@@ -101,35 +110,79 @@ class RunFolder:
         self._keeper.coordinator.lead("delete", lead)
 
     def _remove(self, steps: Sequence[int], *, force: bool) -> None:
-        names = [self._catalog.names.of(step) for step in steps]
-        done = remove_steps(
-            self._catalog.store,
-            self._pins,
-            names,
-            force=force,
-            progress=self._keeper.coordinator.advance,  # the other ranks wait for it
-        )
-        if done.pinned:
-            held = self._pins.held()
-            who = self._pins.describe([pin for name in done.pinned for pin in held.get(name, [])])
-            raise StorageError(
-                f"{', '.join(done.pinned)} in {self.root} is pinned by {who}; wait, or pass "
-                "force=True",
-                transient=True,
+        for tier, done in self._remove_all(steps, force=force):
+            root, pins = tier.catalog.root, tier.pins
+            if done.pinned:
+                held = pins.held()
+                who = pins.describe([pin for name in done.pinned for pin in held.get(name, [])])
+                raise StorageError(
+                    f"{', '.join(done.pinned)} in {root} is pinned by {who}; wait, or pass "
+                    "force=True",
+                    transient=True,
+                )
+            if done.failed:
+                raise StorageError(f"{', '.join(done.failed)} in {root} could not be removed")
+
+    def _remove_all(
+        self, steps: Sequence[int], *, force: bool = False
+    ) -> Iterator[tuple[Tier, Removal]]:
+        """From each tier, the fast one first: what is gone there is not copied any more."""
+        names = [self._tiers.names.of(step) for step in steps]
+        for tier in self._tiers.all:
+            yield (
+                tier,
+                remove_steps(
+                    tier.catalog.store,
+                    tier.pins,
+                    names,
+                    force=force,
+                    moving=self._moving,
+                    progress=self._keeper.coordinator.advance,  # the other ranks wait for it
+                ),
             )
-        if done.failed:
-            raise StorageError(f"{', '.join(done.failed)} in {self.root} could not be removed")
+
+    def _newer(self, than: int) -> list[int]:
+        return [found.step for found in self._tiers.look().steps if found.step > than]
+
+    def _drop_newer(self, than: int, passed: set[int]) -> bytes:
+        """But for those that are pinned, and those that could not be read: they may be, later."""
+        for tier, left in self._remove_all([s for s in self._newer(than) if s not in passed]):
+            for name in (*left.pinned, *left.failed):
+                where = tier.catalog.root
+                log.warning("%s is newer than what was restored, and stays in %s", name, where)
+        return b""
+
+    def _tell_of_newer(self, than: int) -> None:
+        newer = self._newer(than)
+        if newer:
+            log.warning(
+                "steps %d to %d of %s are newer than step %d, which was restored: a restart would "
+                "resume from them. Remove them with restore(..., drop_newer=True), or delete(step)",
+                newer[0],
+                newer[-1],
+                self.root,
+                than,
+            )
 
     def clean(self, *, dry_run: bool = False) -> Cleaned:
-        """Remove now what killed saves and removals left, as saving does by itself; local."""
-        return clean(
-            self._catalog,
-            self._pins,
-            self._catalog.look(),
-            stale_s=self._stale_s,
-            busy={self._catalog.names.of(step) for step in self._busy.copy()},
-            dry_run=dry_run,
-        )
+        """Remove now what killed saves, copies and removals left, as saving does by itself; local.
+
+        Of several tiers, names in the fast one are told with its path.
+        """
+        busy = {self._tiers.names.of(step) for step in self._busy.copy()}
+        found = []
+        for tier in reversed(self._tiers.all):
+            listing = tier.catalog.look()
+            done = clean(
+                tier.catalog,
+                tier.pins,
+                listing,
+                stale_s=self._stale_s,
+                busy=busy,
+                dry_run=dry_run,
+            )
+            found.append(done if tier is self._tiers.durable else done.under(tier.catalog.root))
+        return joined_cleaned(found)
 
     # --- for who evaluates
 
@@ -171,8 +224,7 @@ class RunFolder:
         self, least: int, newest: bool, timeout: float | None, poll_s: float
     ) -> PinnedStep | None:
         return next_step(
-            self._catalog,
-            self._pins,
+            self._tiers,
             self._keeper,
             least=least,
             newest=newest,

@@ -24,9 +24,8 @@ from shardkeep.errors import (
     StorageError,
 )
 from shardkeep.loading import LoadResult
-from shardkeep.manager.catalog import Catalog
-from shardkeep.manager.pins import Pins
 from shardkeep.manager.steps import DamagedStep, Step
+from shardkeep.manager.tiers import Tiers, release_all
 from shardkeep.progress import Progress
 from shardkeep.storage import ReadOnce
 from shardkeep.wording import names_text
@@ -65,12 +64,14 @@ class Restored:
     """The step that was loaded."""
     path: str
     """Where it lies."""
+    save_id: str
+    """The save that wrote it."""
     metrics: Mapping[str, float]
     """What it was saved with."""
     metadata: Mapping[str, Any]
     """The user's own."""
     damaged: tuple[DamagedStep, ...]
-    """Newer steps that could not be used, the newest first."""
+    """Newer steps, and other copies of this one, that could not be used; the newest first."""
     result: LoadResult
     """Of the load."""
 
@@ -90,8 +91,7 @@ class _Choice(msgspec.Struct):
 def restore(
     state: object,
     step: int | None,
-    catalog: Catalog,
-    pins: Pins,
+    tiers: Tiers,
     keeper: Checkpointer,
     *,
     fall_back: bool,
@@ -99,104 +99,118 @@ def restore(
 ) -> Restored | None:
     """Load a step, or the newest that is whole; None if there is none, and never was.
 
-    With `fall_back` a step that turns out to be damaged is passed over, on all ranks alike.
+    A copy that is damaged, or cannot be read, is passed over for another one of the same step; and
+    with `fall_back` a damaged step for an older one. On all ranks alike.
     """
     damaged: list[DamagedStep] = []
     begun: Step | None = None
+    hidden: list[Step] = []
     vanished = 0
     while True:
         with contextlib.ExitStack() as inside:
-            passed = [found.step for found in damaged]
-            choice = _choose(step, passed, catalog, pins, keeper, inside)
-            for found in choice.damaged:
-                _refuse(found)
-                _say(found, keeper)
-            damaged += choice.damaged
-            if damaged and not fall_back:
-                raise CorruptionError(_text(damaged[-1]))
+            passed = [found.path for found in damaged]
+            passed += [path for found in hidden for path in found.copies]
+            choice = _choose(step, passed, tiers, keeper, inside)
             chosen = choice.step
+            for found in choice.damaged:
+                if chosen is None or found.step > chosen.step:
+                    _refuse(found)
+                _say(found, keeper, chosen)
+            damaged += choice.damaged
+            older = [bad for bad in damaged if chosen is None or bad.step != chosen.step]
+            if older and not fall_back:
+                raise CorruptionError(_text(older[-1]))
             if chosen is None:
-                if damaged:
-                    texts = "\n  ".join(_text(found) for found in damaged)
-                    raise CorruptionError(f"no step in {catalog.root} is whole:\n  {texts}")
-                if step is not None:
-                    raise CheckpointNotFoundError(f"no step {step} in {catalog.root}")
+                _explain_none(step, damaged, hidden, tiers)
                 return None
+            seen = tiers.seen_by_all(chosen, keeper.coordinator)
+            if seen is None:
+                _say_hidden(chosen, keeper)
+                hidden.append(chosen)
+                continue
             try:
-                result = keeper.load(state, chosen.path, **options)
+                result = keeper.load(state, seen.path, **options)
             except CheckpointNotFoundError:
                 # Removed by somebody before it was pinned.
                 vanished += 1
                 if vanished == TRIES:
                     raise
                 continue
-            except (CorruptionError, RankError) as error:
-                if not _is_damage(error):
+            except (CorruptionError, RankError, StorageError) as error:
+                has_others = len(seen.copies) > 1
+                damage = _is_of(error, CorruptionError)
+                if not damage and not (has_others and _is_of(error, StorageError)):
                     raise
-                if not fall_back:
-                    error.add_note(f"in {chosen.path}")
+                if not fall_back and not has_others:
+                    error.add_note(f"in {seen.path}")
                     raise
-                found = DamagedStep(chosen.step, chosen.path, str(error))
-                _say(found, keeper)
+                kind = CorruptionError if damage else StorageError
+                found = DamagedStep(seen.step, seen.path, str(error), kind.__name__)
+                _say(found, keeper, seen if has_others else None)
                 damaged.append(found)
-                begun = chosen
+                begun = seen
                 continue
-        if begun is not None and result.missing:
+        if begun is not None and begun.save_id != seen.save_id and result.missing:
             raise CorruptionError(
-                f"step {begun.step} is damaged, and {chosen.path} does not have all that was being "
+                f"step {begun.step} is damaged, and {seen.path} does not have all that was being "
                 f"loaded: {names_text(result.missing)} may hold parts of step {begun.step}. "
-                f"Restore step {chosen.step} by its number into a new state"
+                f"Restore step {seen.step} by its number into a new state"
             )
         return Restored(
-            chosen.step, chosen.path, chosen.metrics, chosen.metadata, tuple(damaged), result
+            seen.step,
+            seen.path,
+            seen.save_id,
+            seen.metrics,
+            seen.metadata,
+            tuple(damaged),
+            result,
         )
 
 
 def _choose(
     step: int | None,
-    passed: list[int],
-    catalog: Catalog,
-    pins: Pins,
+    passed: list[str],
+    tiers: Tiers,
     keeper: Checkpointer,
     inside: contextlib.ExitStack,
 ) -> _Choice:
     """One rank looks, and pins what it finds; the others take its word."""
 
     def pinned(found: Step) -> Step | None:
-        pin = pins.take(catalog.names.of(found.step), "restore")
-        copies = catalog.copies(found.step)  # still there, now that it is pinned
-        if pin is not None:
-            if copies:
-                inside.callback(pin.release)
-            else:
-                pin.release()
-        return replace(found, path=copies[0]) if copies else None
+        there, pins = tiers.pin(found, "restore")
+        inside.callback(release_all, pins)
+        return there
+
+    def left(found: Step) -> Step:
+        return replace(found, copies=tuple(path for path in found.copies if path not in passed))
 
     def lead() -> bytes:
-        listing = catalog.look()
+        listing = tiers.look()
         if step is not None and all(found.step != step for found in listing.steps):
             # Moved away by a remover that then finds it pinned, it is back at once.
             time.sleep(0.05)
-            listing = catalog.look()
+            listing = tiers.look()
         chosen: Step | None = None
         for _ in range(TRIES):
-            wanted = [s for s in listing.steps if s.step not in passed and step in (None, s.step)]
+            wanted = [left(found) for found in listing.steps if step in (None, found.step)]
+            wanted = [found for found in wanted if found.copies]
             chosen = pinned(wanted[-1]) if wanted else None
             if chosen is not None or not wanted:
                 break
             # It made way for a newer one, which an older one must not be taken for.
             time.sleep(PAUSE_S)
-            listing = catalog.look()
+            listing = tiers.look()
         else:
             raise StorageError(
-                f"steps of {catalog.root} are removed faster than they can be pinned; try again",
+                f"steps of {tiers.text} are removed faster than they can be pinned; try again",
                 transient=True,
             )
         newer = [
             bad
             for bad in reversed(listing.damaged)
-            if bad.step not in passed
-            and (bad.step == step if step is not None else chosen is None or bad.step > chosen.step)
+            if bad.path not in passed
+            and step in (None, bad.step)
+            and (chosen is None or tiers.comes_before(bad, chosen))
         ]
         return msgspec.msgpack.encode(_Choice(chosen, newer))
 
@@ -204,14 +218,41 @@ def _choose(
     return msgspec.msgpack.decode(word, type=_Choice)
 
 
-def _is_damage(error: CheckpointError) -> bool:
-    if isinstance(error, CorruptionError):
+def _explain_none(
+    step: int | None, damaged: list[DamagedStep], hidden: list[Step], tiers: Tiers
+) -> None:
+    """Nothing can be loaded: an error, unless there never was a step."""
+    if hidden:
+        raise StorageError(
+            f"step {hidden[0].step} lies only in {hidden[0].path}, which not all ranks see, and no "
+            "other can be restored. Start the job where that folder is, on ranks that share it"
+        )
+    if damaged:
+        texts = "\n  ".join(_text(found) for found in damaged)
+        raise CorruptionError(f"no step in {tiers.text} is whole:\n  {texts}")
+    if step is not None:
+        raise CheckpointNotFoundError(f"no step {step} in {tiers.text}")
+
+
+def _say_hidden(found: Step, keeper: Checkpointer) -> None:
+    if keeper.coordinator.rank == 0:
+        log.warning(
+            "step %d (%s) is not seen by all ranks, and is passed over for an older one",
+            found.step,
+            found.path,
+        )
+
+
+def _is_of(error: CheckpointError, kind: type[CheckpointError]) -> bool:
+    """Whether that is what happened, on any rank."""
+    if isinstance(error, kind):
         return True
-    return any(text.startswith(CorruptionError.__name__) for text in error.failures.values())
+    return any(text.startswith(kind.__name__) for text in error.failures.values())
 
 
 def _text(found: DamagedStep) -> str:
-    return f"step {found.step} ({found.path}) is damaged: {found.problem}"
+    what = "is damaged" if found.kind == CorruptionError.__name__ else "cannot be read"
+    return f"step {found.step} ({found.path}) {what}: {found.problem}"
 
 
 def _refuse(found: DamagedStep) -> None:
@@ -225,6 +266,8 @@ def _refuse(found: DamagedStep) -> None:
         )
 
 
-def _say(found: DamagedStep, keeper: Checkpointer) -> None:
+def _say(found: DamagedStep, keeper: Checkpointer, instead: Step | None) -> None:
     if keeper.coordinator.rank == 0:
-        log.error("%s. It is passed over for an older one.", _text(found))
+        same = instead is not None and instead.step == found.step
+        other = "another copy of it" if same else "an older one"
+        log.error("%s. It is passed over for %s.", _text(found), other)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -11,9 +12,10 @@ import msgspec
 
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.coordination import Coordinator
-from shardkeep.manager.catalog import Catalog
-from shardkeep.manager.pins import Pin, Pins
+from shardkeep.errors import StorageError
+from shardkeep.manager.pins import Pin
 from shardkeep.manager.steps import Step
+from shardkeep.manager.tiers import Tiers, release_all
 
 __all__ = ["PinnedStep", "next_step"]
 
@@ -28,11 +30,11 @@ TELL_S = 5.0
 class PinnedStep:
     """A step that is not removed before it is released; leaving `with` releases it."""
 
-    def __init__(self, info: Step, pin: Pin | None) -> None:
-        """Made by `wait_for`; each rank has a pin of its own, as one may read longer."""
+    def __init__(self, info: Step, pins: Sequence[Pin]) -> None:
+        """Made by `wait_for`; each rank has pins of its own, as one may read longer."""
         self.info = info
         """What is known of it."""
-        self._pin = pin
+        self._pins = pins
 
     @property
     def step(self) -> int:
@@ -46,8 +48,7 @@ class PinnedStep:
 
     def release(self) -> None:
         """It may be removed again."""
-        if self._pin is not None:
-            self._pin.release()
+        release_all(self._pins)
 
     def __enter__(self) -> Self:
         """Usable in `with`."""
@@ -64,8 +65,7 @@ class PinnedStep:
 
 
 def next_step(
-    catalog: Catalog,
-    pins: Pins,
+    tiers: Tiers,
     keeper: Checkpointer,
     *,
     least: int,
@@ -77,7 +77,7 @@ def next_step(
 
     None if the time is over. On all ranks alike: one looks, the others wait for its word.
     """
-    kept: list[Pin | None] = [None]
+    kept: list[Pin] = []
     coordinator = keeper.coordinator
 
     def lead() -> bytes:
@@ -86,7 +86,7 @@ def next_step(
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK_S
         while True:
-            found = _look(catalog, pins, least, newest, kept)
+            found = _look(tiers, least, newest, kept)
             if found is not None:
                 return msgspec.msgpack.encode(found)
             left = pause if deadline is None else deadline - time.monotonic()
@@ -99,19 +99,21 @@ def next_step(
         word = coordinator.lead("wait for a step", lead)
         if not word:
             return None
-        found = msgspec.msgpack.decode(word, type=Step)
+        told = msgspec.msgpack.decode(word, type=Step)
+        found = tiers.seen_by_all(told, coordinator)
+        if found is None:
+            raise StorageError(f"step {told.step} lies only in {told.path}, not seen by all ranks")
 
         def follow() -> None:
             if coordinator.rank > 0:
-                kept[0] = pins.take(catalog.names.of(found.step), "evaluation")
+                kept.extend(tiers.pin(found, "evaluation")[1])
 
         if coordinator.world_size > 1:
             coordinator.agree("pin a step", follow)
     except BaseException:
-        if kept[0] is not None:
-            kept[0].release()
+        release_all(kept)
         raise
-    return PinnedStep(found, kept[0])
+    return PinnedStep(found, kept)
 
 
 def _pause(seconds: float, coordinator: Coordinator) -> None:
@@ -122,19 +124,14 @@ def _pause(seconds: float, coordinator: Coordinator) -> None:
         coordinator.advance(1)
 
 
-def _look(
-    catalog: Catalog, pins: Pins, least: int, newest: bool, kept: list[Pin | None]
-) -> Step | None:
+def _look(tiers: Tiers, least: int, newest: bool, kept: list[Pin]) -> Step | None:
     for _ in range(TRIES):
-        found = [step for step in catalog.look().steps if step.step >= least]
+        found = [step for step in tiers.look().steps if step.step >= least]
         if not found:
             return None
-        step = found[-1 if newest else 0]
-        pin = pins.take(catalog.names.of(step.step), "evaluation")
-        if catalog.copies(step.step):  # still there, now that it is pinned
-            kept[0] = pin
+        step, pins = tiers.pin(found[-1 if newest else 0], "evaluation")
+        kept += pins
+        if step is not None:  # still there, now that it is pinned
             return step
-        if pin is not None:
-            pin.release()
         time.sleep(PAUSE_S)  # it made way for a newer one, or is back at once
     return None

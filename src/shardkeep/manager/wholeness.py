@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.commit import read_record
@@ -34,5 +35,7 @@ def look_at_files(step: Step) -> tuple[str, int]:
 
 
 def any_whole(steps: Iterable[Step]) -> bool:
-    """Whether all files of one of them are there."""
-    return any(not look_at_files(step)[0] for step in steps)
+    """Whether all files of one of them are there, in one of its copies."""
+    return any(
+        not look_at_files(replace(step, path=path))[0] for step in steps for path in step.copies
+    )

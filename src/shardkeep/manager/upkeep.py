@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is done behind a run: each tier is kept as its policy says, steps flow to the durable one.
+
+All of it on the coordinator. Nothing leaves the fast tier that the durable one is to have and has
+not; nothing leaves the durable one before something of this run is known to be whole there.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError
+from shardkeep.manager.copier import Copier
+from shardkeep.manager.keeping import KeepPolicy
+from shardkeep.manager.removal import refuse_replacing
+from shardkeep.manager.retention import Retention
+from shardkeep.manager.steps import DamagedStep, Step
+from shardkeep.manager.tiers import FastTier, Tier, Tiers
+from shardkeep.manager.wanted import joined, uncopied, wanted
+from shardkeep.stores.local import storage_errors
+
+__all__ = ["Upkeep"]
+
+FIRST_LOOK_S = 0.02
+LAST_LOOK_S = 1.0
+
+
+class Upkeep:
+    """The retention of each tier, and the copier between them if there are two."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        keep: KeepPolicy | None,
+        fast: FastTier | None,
+        *,
+        stale_s: float,
+        leads: bool,
+        spared: Callable[[], Collection[int]],
+        busy: Callable[[], Collection[int]],
+        moving: AbstractContextManager[Any],
+    ) -> None:
+        """`spared`, `busy` and `moving` are as `Retention` has them; only who `leads` acts."""
+        self._tiers = tiers
+        self._keep = keep
+        self._fast = fast
+        self._leads = leads
+        self._spared = spared
+        self._damaged: dict[str, set[str]] = {tier.catalog.root: set() for tier in tiers.all}
+        """Save ids of steps that were found damaged, by where: they hold nobody's place."""
+        self._line: dict[str, int] = {}
+        """What this run stood at, one after the other: save ids, and steps."""
+        self._safe: set[str] = set()
+        """Save ids of what it has copied to the durable root, saved or restored there."""
+        self._noting = threading.Lock()
+
+        def retention(
+            tier: Tier, policy: KeepPolicy | None, rule: Callable[[], set[int]]
+        ) -> Retention:
+            return Retention(
+                tier.catalog,
+                tier.pins,
+                policy,
+                stale_s=stale_s,
+                spared=rule,
+                damaged=partial(self._damaged_in, tier),
+                busy=busy,
+                moving=moving,
+                may_remove=lambda: bool(self._line if tier is tiers.fast else self._safe),
+            )
+
+        self.retention = retention(tiers.durable, keep, self._spared_durable)
+        self._retentions = [self.retention]
+        self.copier: Copier | None = None
+        if fast is not None:
+            assert tiers.fast is not None
+            self._retentions.append(retention(tiers.fast, fast.policy, self._spared_fast))
+            self.copier = Copier(tiers, fast, self.waiting, moving, self._was_copied)
+
+    # --- what the run tells
+
+    def begin(self) -> None:
+        """The program trains: what was left uncopied before is copied, without a save."""
+        if self._leads and self.copier is not None and not self.copier.is_begun:
+            self.copier.poke()
+
+    def poke(self) -> None:
+        """Do soon what is to be done; returns at once."""
+        if self._leads:
+            for retention in self._retentions:
+                retention.poke()
+            if self.copier is not None:
+                self.copier.poke()
+
+    def saved(self, step: int, save_id: str, durable: bool = False) -> None:
+        """A step was committed, in the first tier or in the durable one; the run would go on from
+        there."""
+        with self._noting:
+            self._line[save_id] = step
+            if durable or self.copier is None:
+                self._safe.add(save_id)
+            # What lies before the last one that is safe is of no interest any more.
+            line = list(self._line.items())
+            first = max((at for at, (each, _) in enumerate(line) if each in self._safe), default=0)
+            self._line = dict(line[first:])
+            self._safe &= self._line.keys()
+        self.poke()
+
+    def restored(self, step: int, save_id: str, path: str, damaged: Iterable[DamagedStep]) -> None:
+        """The run stands at a step, and others were found damaged on the way there."""
+        is_safe = self._tiers.of(path) is self._tiers.durable
+        with self._noting:
+            self._line = {save_id: step}
+            self._safe = {save_id} if is_safe else set()
+        for bad in damaged:
+            tier = self._tiers.of(bad.path)
+            known = tier.catalog.find(bad.step)
+            if isinstance(known, Step):
+                self._damaged[tier.catalog.root].add(known.save_id)
+
+    def _was_copied(self, step: Step) -> None:
+        with self._noting:
+            self._safe.add(step.save_id)
+        for retention in self._retentions:
+            retention.poke()
+
+    # --- what follows from it
+
+    def _damaged_in(self, tier: Tier) -> set[str]:
+        found = self._damaged[tier.catalog.root]
+        if tier is self._tiers.fast and self.copier is not None:
+            found = found | self.copier.damaged
+        return found
+
+    def _look_at_both(self) -> tuple[list[Step], list[Step]]:
+        """What the durable root is to have; and what it has, the fast tier looked at first."""
+        fast = self._tiers.first
+        pinned = fast.pins.held()
+        listed, durable = self._tiers.look_at_each()
+        ready = self._sound(fast, listed.steps)
+        held = {
+            step.step
+            for step in ready
+            if any(pin.forever for pin in pinned.get(self._tiers.names.of(step.step), ()))
+        }
+        steps = joined(ready, self._sound(self._tiers.durable, durable.steps))
+        chosen = wanted(steps, self._keep, time.time(), {*self._spared(), *held})
+        return chosen, list(durable.steps)
+
+    def _sound(self, tier: Tier, steps: Iterable[Step]) -> list[Step]:
+        damaged = self._damaged_in(tier)
+        return [step for step in steps if step.save_id not in damaged]
+
+    def waiting(self) -> list[Step]:
+        """What is to be copied, the newest first."""
+        if self.copier is None:
+            return []
+        return uncopied(*self._look_at_both())
+
+    def _spared_fast(self) -> set[int]:
+        """What is to be copied, is being copied, or has no other copy that is known to be sound."""
+        assert self.copier is not None
+        chosen, there = self._look_at_both()
+        if there:
+            # A copy that is seen may not be durable yet: whoever gave it its name may be dead.
+            durable = self._tiers.durable.catalog.store
+            with storage_errors(f"syncing {durable.root}"):
+                durable.sync_directory()
+        current = self.copier.current
+        copying = set() if current is None else {current.step}
+        left = uncopied(chosen, self._sound(self._tiers.durable, there))
+        return {*self._spared(), *copying, *(step.step for step in left)}
+
+    def _spared_durable(self) -> set[int]:
+        if self.copier is None:
+            return set(self._spared())
+        # Until what was saved last is copied, the run would go on from what was copied last.
+        with self._noting:
+            last = [step for save_id, step in self._line.items() if save_id in self._safe][-1:]
+        return {*self._spared(), *last, *(step.step for step in self._look_at_both()[0])}
+
+    # --- what the run asks
+
+    def before_save(self, step: int, replace: bool, advance: Callable[[int], None]) -> None:
+        """On the coordinator, before a step is saved: may it be, and is there room?
+
+        Raises what went wrong with copies, and waits while too many are still to be made.
+        """
+        for tier in self._tiers.all:
+            refuse_replacing(tier.catalog, tier.pins, step, replace=replace)
+        if self.copier is None:
+            return
+        durable = self._tiers.durable.catalog
+        if not replace and durable.find(step) is not None:
+            raise CheckpointExistsError(
+                f"{durable.path(step)} already holds a checkpoint; choose another step or pass "
+                "overwrite=True"
+            )
+        self._tiers.bind()
+        self.copier.raise_unseen()
+        moved, pause = -1, FIRST_LOOK_S
+        while self._is_crowded():
+            failure = self.copier.failure()
+            if failure is not None:
+                raise failure
+            self.copier.poke()
+            if self.copier.moved != moved:
+                moved = self.copier.moved
+                advance(1)  # the others must not give this rank up
+            time.sleep(pause)
+            pause = min(2 * pause, LAST_LOOK_S)
+
+    def _is_crowded(self) -> bool:
+        assert self._fast is not None
+        most = self._fast.most_waiting
+        return len(self._tiers.first.catalog.look().steps) > most and len(self.waiting()) > most
+
+    def wait_copied(self, step: int | None, timeout: float | None) -> bool:
+        """Until a step, or all that are to be, are at the durable root; whether that is so."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pause = FIRST_LOOK_S
+        while True:
+            if self.copier is not None:
+                self.copier.raise_unseen()
+            waiting = self.waiting()
+            if step is None and not waiting:
+                return True
+            if step is not None and all(each.step != step for each in waiting):
+                return self._is_durable(step)
+            left = pause if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LAST_LOOK_S)
+
+    def _is_durable(self, step: int) -> bool:
+        durable = self._tiers.durable.catalog
+        found = next((each for each in self._tiers.look().steps if each.step == step), None)
+        if found is None:
+            raise CheckpointNotFoundError(f"no step {step} in {self._tiers.text}")
+        return durable.path(step) in found.copies
+
+    def wait_retention(self, timeout: float | None) -> bool:
+        """Until the passes that were asked for are done; whether that is so."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(
+            each.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for each in self._retentions
+        )
+
+    def close(self) -> None:
+        """Copy what is left, then remove what is to be removed after it."""
+        try:
+            if self.copier is not None:
+                self.copier.close()
+        finally:
+            for retention in self._retentions:
+                retention.close()
