@@ -1,5 +1,6 @@
-"""A real training on up to four processes, killed again and again while it saves, removes old steps
-and cleans up: it always goes on from the newest step it was told is safe, bit for bit.
+"""A real training on up to four processes, killed again and again while it saves, copies to another
+tier, removes old steps and cleans up: it always goes on from the newest step it was told is safe,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -8,17 +9,27 @@ import contextlib
 import hashlib
 import os
 import random
+import shutil
 import signal
+import tempfile
 import threading
 import time
 import traceback
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep import CheckpointManager, EverySteps, KeepBest, KeepLast, ShardedArray
+from shardkeep import (
+    CheckpointManager,
+    EverySteps,
+    FastTier,
+    KeepBest,
+    KeepLast,
+    ShardedArray,
+)
 
 ROWS, WIDTH = 50, 300
 SHARDED = ("rows", "exp_avg", "exp_avg_sq")
@@ -26,6 +37,11 @@ STALE_S = 0.2
 PIN_STALE_S = 1.0
 KEPT = 3
 """Two last ones, and the best."""
+COPY_RATE = 4 << 20
+"""Bytes a second: slow enough that copies are often killed, and that saves wait for them."""
+WAITING = 1
+LOST = 0.15
+"""How often the fast tier is lost with its host."""
 
 
 # --- the program
@@ -46,6 +62,7 @@ class Job:
         self.rows.grad = torch.zeros_like(self.rows)
         self.optimizer.step()  # so that there is a state to load into
         self.step = 0
+        self.frozen = np.full((self.high - self.low, WIDTH), 0.5, np.float32)
 
     def train_step(self):
         import torch
@@ -74,13 +91,16 @@ class Job:
             "optimizer_step": kept["step"],
             "batches": self.batches.get_state(),
             "step": self.step,
+            "frozen": self._part(self.frozen),
         }
 
-    def _part(self, tensor):
-        return ShardedArray.from_local(tensor.numpy(), (self.low, 0), (ROWS, WIDTH))
+    def _part(self, local):
+        array = local if isinstance(local, np.ndarray) else local.numpy()
+        return ShardedArray.from_local(array, (self.low, 0), (ROWS, WIDTH))
 
     def use(self, state):
         """All but what was filled in place."""
+        assert (self.frozen == 0.5).all()
         self.step = state["step"]
         self.batches.set_state(state["batches"])
 
@@ -101,7 +121,15 @@ class Job:
         return total.hexdigest()
 
 
-def live(rank, world, root, notes, expected, last):
+def settings(fast):
+    """Of the tier, and what files steps share: with it all of it, without it none."""
+    if fast is None:
+        return {}
+    tier = FastTier(fast, keep=1, copy_rate=COPY_RATE, most_waiting=WAITING, close_s=60)
+    return {"fast": tier, "full_every": 5}
+
+
+def live(rank, world, root, fast, notes, expected, last):
     """One life: resume, train, save, until killed, or until the last step."""
     with open(f"{notes}/pid-{rank}", "w") as file:
         file.write(str(os.getpid()))
@@ -113,8 +141,10 @@ def live(rank, world, root, notes, expected, last):
         keep=KeepLast(2) | KeepBest(1, "loss"),
         stale_s=STALE_S,
         pin_stale_s=PIN_STALE_S,
+        **settings(fast),
     ) as manager:
         state = job.state()
+        job.frozen[:] = 0 if manager.latest() else 0.5
         found = manager.restore(state)
         assert (None if found is None else found.step) == expected, (found, expected)
         if found is not None:
@@ -175,16 +205,16 @@ def kill(notes, world, chance, over):
             over.wait(chance.random() * 0.3)
 
 
-def collect(root, over):
+def collect(root, fast, over):
     """`gc` from outside, all the time, as an operator's cron job would."""
-    manager = CheckpointManager(root, no_dist=True)
+    manager = CheckpointManager(root, no_dist=True, fast=fast)
     while not over.wait(0.05):
         manager.clean()
 
 
-def evaluate(root, over, seen):
+def evaluate(root, fast, over, seen):
     """Whatever appears is read to its end, although it would be removed meanwhile."""
-    manager = CheckpointManager(root, no_dist=True, pin_stale_s=PIN_STALE_S)
+    manager = CheckpointManager(root, no_dist=True, pin_stale_s=PIN_STALE_S, fast=fast)
     while not over.is_set():
         for step in manager.watch(max(seen, default=0), timeout=0.05, newest=True):
             state = {"step": None, "rows": np.empty((ROWS, WIDTH), np.float32)}
@@ -193,22 +223,22 @@ def evaluate(root, over, seen):
             seen.append(step.step)
 
 
-def survive(server, root, notes, world, expected, chance, last):
+def survive(server, root, fast, notes, world, expected, chance, last):
     """A life and its end; how many ranks were killed."""
     for old in [*notes.glob("pid-*"), *notes.glob("up")]:
         old.unlink()
     over = threading.Event()
     errors, seen = [], []
     threads = [
-        threading.Thread(target=_noting, args=(errors, evaluate, root, over, seen)),
+        threading.Thread(target=_noting, args=(errors, evaluate, root, fast, over, seen)),
         threading.Thread(target=kill, args=(notes, world, chance, over)),
-        threading.Thread(target=_noting, args=(errors, collect, root, over)),
+        threading.Thread(target=_noting, args=(errors, collect, root, fast, over)),
     ]
     for thread in threads:
         thread.start()
     try:
         outcomes = server.outcomes(
-            world, live, world, str(root), str(notes), expected, last, timeout_s=120
+            world, live, world, str(root), fast, str(notes), expected, last, timeout_s=120
         )
     finally:
         over.set()
@@ -253,35 +283,58 @@ def nbytes(root):
     return total
 
 
-def check_bound(root, steps):
+def check_bound(root, fast, steps):
     """What the policy keeps, and as much again for what was cut off and is not yet old enough."""
     if steps:
         most = max(step.nbytes for step in steps)
         assert nbytes(root) <= (2 * KEPT + 6) * most
+        assert nbytes(fast or root) <= (2 * KEPT + 6) * most
+
+
+def lose(root, fast, notes):
+    """The host dies, and its RAM disk with it: what is durable is all there is."""
+    shutil.rmtree(fast, ignore_errors=True)
+    newest = CheckpointManager(root, no_dist=True).latest()
+    (notes / "acks").write_text("" if newest is None else f"{newest.step}\n")
+
+
+@pytest.fixture
+def ram(tmp_path):
+    """A RAM disk, where there is one."""
+    shared = "/dev/shm" if os.path.isdir("/dev/shm") else tmp_path
+    with tempfile.TemporaryDirectory(dir=shared, prefix="shardkeep-test-") as folder:
+        yield Path(folder)
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tiers", [1, 2])
 def test_killed_at_any_moment_it_goes_on_from_the_newest_acknowledged_step(
-    training, tmp_path, kills
+    training, tmp_path, ram, kills, tiers
 ):
     root, notes = tmp_path / "run", tmp_path / "notes"
+    fast = str(ram / "run") if tiers == 2 else None
     notes.mkdir()
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    looks = CheckpointManager(root, no_dist=True)
-    killed, lives, resumed, world = 0, 0, 0, 4
+    looks = CheckpointManager(root, no_dist=True, fast=fast)
+    killed, lives, resumed, lost, cut, world = 0, 0, 0, 0, 0, 4
     while killed < kills:
+        if fast is not None and lives and chance.random() < LOST:
+            lose(root, fast, notes)
+            lost += 1
         steps = looks.steps()
         for step in steps[-2:]:
-            assert shardkeep.verify(step.path).ok
+            for path in step.copies:
+                assert shardkeep.verify(path).ok
         newest = steps[-1].step if steps else None
         assert (newest or 0) >= acknowledged(notes), "an acknowledged step is gone"
-        check_bound(root, steps)
+        check_bound(root, fast, steps)
         resumed += newest is not None
-        died = survive(training, root, notes, world, newest, chance, (newest or 0) + 60)
+        died = survive(training, root, fast, notes, world, newest, chance, (newest or 0) + 60)
         killed += died > 0
         lives += 1
+        cut += bool(list(root.glob(".copying-*")))
         world = chance.choice([n for n in (1, 2, 3, 4) if n != world])
     time.sleep(max(STALE_S, PIN_STALE_S) + 0.1)
     newest = looks.latest()
@@ -289,17 +342,31 @@ def test_killed_at_any_moment_it_goes_on_from_the_newest_acknowledged_step(
     assert (newest.step if newest else 0) >= acknowledged(notes)
     (notes / "up").unlink(missing_ok=True)
     # The last life ends well, and nothing is left but what is to be kept.
-    last = (newest.step if newest else 0) + 9
+    step = newest and newest.step
     training.run(
-        world, live, world, str(root), str(notes), newest and newest.step, last, timeout_s=120
+        world, live, world, str(root), fast, str(notes), step, (step or 0) + 9, timeout_s=120
     )
-    kept = looks.steps()
-    best = looks.best("loss")
+    durable = CheckpointManager(root, no_dist=True)
+    kept, best = durable.steps(), looks.best("loss")
     assert len(kept) <= KEPT
     assert best.step in {step.step for step in kept}
+    check_tidy(root, kept)
+    if fast is not None:
+        assert cut or kills < 10
+        (last,) = CheckpointManager(fast, no_dist=True).steps()
+        assert last.save_id == kept[-1].save_id
+        check_tidy(ram / "run", [last])
+    print(
+        f"{killed} kills in {lives} lives, {resumed} resumed, {lost} fast tiers lost, {cut} copies "
+        f"cut short, last step {kept[-1].step}"
+    )
+
+
+def check_tidy(root, kept):
+    """Whole steps, and nothing else."""
     assert sorted(os.listdir(root)) == sorted([".shardkeep", *(f"step-{s.step}" for s in kept)])
-    assert os.listdir(root / ".shardkeep/pins") == []
+    assert list(root.glob(".shardkeep/pins/*")) == []
     for step in kept:
         assert shardkeep.verify(step.path).ok
-    assert nbytes(root) == sum(step.nbytes for step in kept)
-    print(f"{killed} kills in {lives} lives, {resumed} resumed, last step {kept[-1].step}")
+    word = root / ".shardkeep/run"
+    assert nbytes(root) == sum(step.nbytes for step in kept) + (word.exists() and 32)
