@@ -23,6 +23,7 @@ FORMATS: tuple[str, ...] = (
     "mindspore",
     "deepspeed",
     "orbax",
+    "huggingface",
 )
 """Modules of `shardkeep.formats` that read other systems' checkpoints, in the order of asking: what
 is made of another's parts comes before that other."""

@@ -89,6 +89,7 @@ class ForeignReader(StorageReader):
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self.root = Path(os.path.abspath(checkpoint_id))
+            self._below = self.root
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
@@ -104,6 +105,7 @@ class ForeignReader(StorageReader):
         with storage_errors(f"reading {self.root}"):
             found = known.find(self.root, **self.options)
         self.system, self.user_metadata = found.system, found.user_metadata
+        self._below = found.root
         self.tables: Tables = tables_of(found)
         state = self.tables.state
         return Metadata(
@@ -130,9 +132,9 @@ class ForeignReader(StorageReader):
 
     def _open(self, number: int) -> BlockFile:
         name = self.tables.files[number]
-        path = self.root / name if name else self.root
+        path = self._below / name if name else self._below
         with storage_errors(f"opening {path}"):
-            if path.resolve() != path and self.root.resolve() not in (
+            if path.resolve() != path and self._below.resolve() not in (
                 path.resolve(),
                 *path.resolve().parents,
             ):
