@@ -32,6 +32,7 @@ _HOMES = {
         "UnsafeCheckpointError",
         "UnsupportedValueError",
     ),
+    "formats.huggingface.writer": ("HuggingFaceWriter",),
     "formats.native.commit": ("GcResult",),
     "formats.native.reader": ("NativeReader",),
     "formats.native.verifying": ("Problem", "VerifyReport"),
@@ -119,6 +120,7 @@ __all__ = [
     "FastTier",
     "FormatError",
     "GcResult",
+    "HuggingFaceWriter",
     "KeepBest",
     "KeepEvery",
     "KeepLast",
@@ -222,6 +224,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
         UnsupportedValueError,
     )
+    from shardkeep.formats.huggingface.writer import HuggingFaceWriter
     from shardkeep.formats.native.commit import GcResult
     from shardkeep.formats.native.reader import NativeReader
     from shardkeep.formats.native.verifying import Problem, VerifyReport

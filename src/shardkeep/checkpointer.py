@@ -21,6 +21,7 @@ from shardkeep.engine.budget import checked_budget
 from shardkeep.engine.process import can_start
 from shardkeep.errors import CorruptionError, PlanError, StorageError, UnsupportedValueError
 from shardkeep.foreign.reader import ForeignReader
+from shardkeep.formats.huggingface.writer import HuggingFaceWriter
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.formats.native.writer import NativeWriter
@@ -271,7 +272,9 @@ class Checkpointer(Closing):
                     raise ValueError("pass checkpoint_id=..., or a storage_writer that knows where")
                 overwrite = overwrite or writer.overwrite
                 base = writer.base if base is None else base
-            elif base is not None:
+            elif isinstance(writer, HuggingFaceWriter):
+                overwrite = overwrite or writer.overwrite
+            if base is not None and not isinstance(writer, NativeWriter):
                 raise ValueError(f"base: {type(writer).__name__} uses nothing of other checkpoints")
             if planner is None:
                 planner = DefaultSavePlanner(
@@ -417,9 +420,11 @@ class Checkpointer(Closing):
         **settings: Any,
     ) -> Iterator[None]:
         """Give our own storage the settings of this call; a caller's object gets its own back."""
-        if not isinstance(storage, (NativeWriter, NativeReader, ForeignReader)):
+        ours = (NativeWriter, HuggingFaceWriter, NativeReader, ForeignReader)
+        if not isinstance(storage, ours):
             yield
             return
+        settings = {key: value for key, value in settings.items() if hasattr(storage, key)}
         shown = storage.progress
 
         def count(nbytes: int) -> None:
@@ -477,7 +482,7 @@ def _metadata_of(where: str) -> Callable[[str], Metadata]:
         reader.reset(place)
         metadata = reader.read_metadata()
         meta = metadata.storage_meta
-        if meta is not None and meta.save_id != save_id:
+        if meta is not None and (meta.save_id or "") != save_id:
             raise StorageError(f"{place} was replaced by another save since", transient=False)
         return metadata
 

@@ -168,6 +168,7 @@ class Saving:
             if writer.base is not None:
                 shared = self._compare(plan, planner, is_cancelled)
                 self._clock.lap("compare")
+            writer.share_writes(plan, planner, coordinator)
             coordinator.agree("write", write)
             self._clock.lap("write")
             committing = True

@@ -59,7 +59,8 @@ def unchanged(base: CheckpointId | None) -> str:
 
 class StorageWriter(ABC):
     """Called `reset`, `set_up_storage_writer`, `prepare_local_plan`, `prepare_global_plan`
-    (coordinator), `write_data`, `finish` (coordinator), `settle`; or `abort` after any error.
+    (coordinator), `share_writes`, `write_data`, `finish` (coordinator), `settle`; or `abort` after
+    any error.
     """
 
     @abstractmethod
@@ -120,6 +121,13 @@ class StorageWriter(ABC):
         A snapshot is taken in this order, so that writing need not wait for all of it.
         """
         return [np.arange(len(WriteItems.of(plan.items).chunks))]
+
+    def share_writes(self, plan: SavePlan, planner: SavePlanner, coordinator: Coordinator) -> None:
+        """Before `write_data`, on all ranks: pass on what another rank is to write.
+
+        Collective, through the coordinator. A storage in which each rank writes what it holds, and
+        nothing else, does nothing.
+        """
 
     @abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:

@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Direct I/O and early writeback: what Linux offers beyond the calls that Python has.
+"""Direct I/O, early writeback, names that change places: what Linux offers beyond Python's calls.
 
-Everything here is advice. Where a call is missing or refused, the answer is that there is no direct
-I/O, and callers go through the page cache; no error leaves this module.
+All but the last is advice. Where a call is missing or refused, the answer is that there is no
+direct I/O, and callers go through the page cache; no error leaves this module.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-__all__ = ["direct_alignment", "in_memory", "set_direct", "start_writeback"]
+__all__ = ["direct_alignment", "exchange_names", "in_memory", "set_direct", "start_writeback"]
 
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
@@ -106,3 +108,19 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
     call: Any = _call("sync_file_range")
     if call is not None:
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), ctypes.c_uint(_WRITE))
+
+
+_HERE = -100
+"""AT_FDCWD."""
+_EXCHANGE = 2
+"""RENAME_EXCHANGE."""
+
+
+def exchange_names(one: Path, other: Path) -> None:
+    """Have two names change places, atomically; an `OSError` where the system cannot."""
+    call = _call("renameat2")
+    if call is None:
+        raise OSError(errno.EINVAL, "names cannot change places on this system")
+    if call(_HERE, os.fsencode(one), _HERE, os.fsencode(other), ctypes.c_uint(_EXCHANGE)) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(other))

@@ -23,7 +23,13 @@ import numpy as np
 
 from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.memory import address_of
-from shardkeep.stores.direct import direct_alignment, in_memory, set_direct, start_writeback
+from shardkeep.stores.direct import (
+    direct_alignment,
+    exchange_names,
+    in_memory,
+    set_direct,
+    start_writeback,
+)
 from shardkeep.stores.reading import ReadFile
 
 __all__ = ["FileId", "LocalStore", "ReadFile", "WriteFile", "above_stdio", "storage_errors"]
@@ -276,6 +282,12 @@ class LocalStore:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _PLAIN_FLAGS
         return WriteFile(above_stdio(os.open(path, flags, 0o666)), path)
 
+    def open_shared(self, name: str) -> WriteFile:
+        """Open a file that another process has just created, to write other bytes of it."""
+        path = self._path(name)
+        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | _PLAIN_FLAGS
+        return WriteFile(above_stdio(os.open(path, flags)), path)
+
     def open(self, name: str) -> ReadFile:
         """Open a regular file for reading; a link is not followed."""
         path = self._path(name)
@@ -327,6 +339,10 @@ class LocalStore:
     def rename(self, old: str, new: str) -> None:
         """Move a file over whatever has the new name, atomically; or a directory to a free one."""
         os.replace(self._path(old), self._path(new))
+
+    def exchange(self, one: str, other: str) -> None:
+        """Have two names change places, atomically; an `OSError` where the system cannot."""
+        exchange_names(self._path(one), self._path(other))
 
     def unlink(self, name: str) -> None:
         """Remove a name."""
