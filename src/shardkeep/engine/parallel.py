@@ -101,11 +101,13 @@ def _wait(
     started: list[threading.Thread], ended: queue.SimpleQueue[BaseException | None]
 ) -> BaseException | None:
     """The first error, or None once every thread has ended without one."""
-    while any(thread.is_alive() for thread in started) or not ended.empty():
+    left = max(1, len(started))  # the caller itself, where none could be started
+    while left and (any(thread.is_alive() for thread in started) or not ended.empty()):
         with contextlib.suppress(queue.Empty):
             error = ended.get(timeout=0.5)
             if error is not None:
                 return error
+            left -= 1  # it has said that it ends, though it may still be alive for a moment
     return None
 
 
