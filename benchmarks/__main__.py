@@ -14,6 +14,7 @@ BENCHMARKS = {
     "device": "accelerator",
     "async": "background_saves",
     "incremental": "incremental",
+    "huggingface": "huggingface",
     "plan": "plan",
 }
 """Command to module."""

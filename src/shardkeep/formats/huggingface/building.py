@@ -94,7 +94,7 @@ class Building:
             )
 
     def _is_filled(self) -> bool:
-        return self.target.is_dir() and any(os.scandir(self.target))
+        return self.target.is_dir() and bool(os.listdir(self.target))
 
     def _is_weights(self, name: str) -> bool:
         numbered = NUMBERED.match(name)
