@@ -12,6 +12,7 @@ import argparse
 import shutil
 import time
 import warnings
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -80,10 +81,10 @@ def held(nbytes: int, cut: str, *, empty: bool) -> dict[str, Any]:
 
 def save(side: str, state: dict[str, Any], path: Path) -> None:
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
 
     import shardkeep
 
+    dcp: Any = import_module("torch.distributed.checkpoint")
     if side == "shardkeep":
         shardkeep.save(state, path, storage_writer=shardkeep.HuggingFaceWriter())
         return
@@ -101,10 +102,9 @@ def save(side: str, state: dict[str, Any], path: Path) -> None:
 
 
 def load(side: str, state: dict[str, Any], path: Path) -> None:
-    import torch.distributed.checkpoint as dcp
-
     import shardkeep
 
+    dcp: Any = import_module("torch.distributed.checkpoint")
     if side == "shardkeep":
         shardkeep.load(state, path)
         return

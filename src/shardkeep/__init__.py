@@ -32,6 +32,7 @@ _HOMES = {
         "UnsafeCheckpointError",
         "UnsupportedValueError",
     ),
+    "foreign.reader": ("ForeignReader",),
     "formats.huggingface.writer": ("HuggingFaceWriter",),
     "formats.native.commit": ("GcResult",),
     "formats.native.reader": ("NativeReader",),
@@ -118,6 +119,7 @@ __all__ = [
     "EverySeconds",
     "EverySteps",
     "FastTier",
+    "ForeignReader",
     "FormatError",
     "GcResult",
     "HuggingFaceWriter",
@@ -224,6 +226,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
         UnsupportedValueError,
     )
+    from shardkeep.foreign.reader import ForeignReader
     from shardkeep.formats.huggingface.writer import HuggingFaceWriter
     from shardkeep.formats.native.commit import GcResult
     from shardkeep.formats.native.reader import NativeReader
