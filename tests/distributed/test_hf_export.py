@@ -157,7 +157,7 @@ def dying(rank, path, victim, when):
     from shardkeep.adapters.torch_groups import TorchRanks
     from shardkeep.formats.huggingface.building import Building
     from shardkeep.formats.huggingface.gathering import Gathering
-    from shardkeep.formats.huggingface.writer import _Files
+    from shardkeep.formats.huggingface.range_files import RangeFiles
 
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -175,9 +175,9 @@ def dying(rank, path, victim, when):
         if when == "sending":
             Gathering.parts = die
         elif when == "writing":
-            _Files._write_job = die
+            RangeFiles._write_job = die
         elif when == "syncing":
-            _Files.finish = die
+            RangeFiles.finish = die
         elif when == "before the commit":
             Building.commit = die
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import threading
 from collections import defaultdict
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import numpy as np
@@ -258,6 +260,34 @@ def test_in_the_background(tmp_path):
         array[:] = 0
         handle.result(timeout=60)
     assert np.array_equal(read(tmp_path / "x")["a"], np.arange(3 << 20, dtype=np.float32))
+
+
+def test_in_the_background_of_many_ranks(tmp_path):
+    """What is staged lies flat: columns of it travel all the same."""
+    world = 3
+
+    def work(coordinator):
+        state = columns(coordinator.rank, world)
+        with shardkeep.Checkpointer(process_group=coordinator) as keeper:
+            writer = shardkeep.HuggingFaceWriter(max_shard_size="6MB")
+            handle = keeper.async_save(state, tmp_path / "x", storage_writer=writer)
+            handle.result(timeout=60)
+
+    ThreadRanks(world).run(work)
+    got = read(tmp_path / "x")
+    for name, array in {"big": BIG, "tall": TALL, "turned": BIG.T}.items():
+        assert got[name].tobytes() == np.ascontiguousarray(array).tobytes()
+
+
+def test_cancelled_in_the_background(tmp_path):
+    array = np.arange(8 << 20, dtype=np.float32)
+    with shardkeep.Checkpointer(no_dist=True) as keeper:
+        writer = shardkeep.HuggingFaceWriter()
+        handle = keeper.async_save({"a": array}, tmp_path / "x", storage_writer=writer)
+        handle.cancel()
+        with contextlib.suppress(CancelledError):
+            handle.result(timeout=60)
+    assert [p.name for p in tmp_path.iterdir()] == ([] if handle.cancelled() else ["x"])
 
 
 # --- what is there already

@@ -8,7 +8,7 @@ in common are a few smaller boxes, each of which lies in both as it is, if by st
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from shardkeep.arrays import Bytes, HostSource, Source, region
 from shardkeep.boxes import flat_range_boxes, overlap
 from shardkeep.dtypes import bits_of
+from shardkeep.engine.arriving import ArrivingSource
 from shardkeep.formats.huggingface.dealing import LOCAL, Deal
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import SavePlanner, WriteItems
@@ -198,7 +199,16 @@ class Gathering:
         if not wanted:
             return {}
         found = self._planner.sources(self._items, self.deal.row[wanted])
-        return dict(zip(wanted, found, strict=True))
+        return {c: self._shaped(c, source) for c, source in zip(wanted, found, strict=True)}
+
+    def _shaped(self, chunk: int, source: Source) -> Source:
+        """What was staged lies flat; boxes are taken of what has a shape."""
+        if not self.deal.dense[chunk] and isinstance(source, HostSource | ArrivingSource):
+            part = slice(*self.deal.boxes.start[chunk : chunk + 2].tolist())
+            sizes = tuple(self.deal.boxes.sizes[part].tolist())
+            if source.array.shape != sizes:
+                return replace(source, array=source.array.reshape(sizes))
+        return source
 
     def _pieces(self, job: int, chunk: int) -> list[_Run | _Block]:
         """What a job and a chunk have in common."""

@@ -11,26 +11,22 @@ import contextlib
 import os
 import secrets
 import socket
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
 import msgspec
 import numpy as np
 
-from shardkeep.arrays import Bytes
 from shardkeep.columns import Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.budget import checked_budget, io_threads
-from shardkeep.engine.pages import page_aligned
-from shardkeep.engine.parallel import run_in_order
 from shardkeep.errors import StorageError
 from shardkeep.formats.huggingface.building import Building
 from shardkeep.formats.huggingface.dealing import UNIT, Deal, Space, deal
 from shardkeep.formats.huggingface.gathering import Gathering, Received
 from shardkeep.formats.huggingface.names import MODEL
+from shardkeep.formats.huggingface.range_files import RangeFiles
 from shardkeep.formats.huggingface.shards import (
     DEFAULT_SIZE,
     Shard,
@@ -43,14 +39,10 @@ from shardkeep.formats.huggingface.shards import (
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
 from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.storage import CheckpointId, StorageWriter, WriteResult
-from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
+from shardkeep.stores.local import LocalStore, storage_errors
 from shardkeep.tables import NO_ALIAS, StateColumns, TensorTable
 
 __all__ = ["HuggingFaceWriter"]
-
-DIRECT_FROM = 1 << 20
-"""Smaller files go through the page cache."""
-PAGE = 4096
 
 
 class HuggingFaceWriter(StorageWriter):
@@ -96,7 +88,7 @@ class HuggingFaceWriter(StorageWriter):
         self._building: Building | None = None
         self._shards: list[Shard] = []
         self._state: StateColumns | None = None
-        self._files: _Files | None = None
+        self._files: RangeFiles | None = None
         self._jobs: Gathering | None = None
         self._shared_bytes = 0
 
@@ -187,15 +179,17 @@ class HuggingFaceWriter(StorageWriter):
         # What is sent, what is received, what is put together, and as much to spare.
         return deal(space, tensors, state.chunks, place, len(budgets), min(budgets) // 4)
 
-    def _open_files(self, plan: SavePlan, jobs: Gathering) -> _Files:
+    def _open_files(self, plan: SavePlan, jobs: Gathering) -> RangeFiles:
         assert self._building is not None
         names = msgspec.msgpack.decode(plan.storage_data, type=list[tuple[str, int]])
         headers = [shard.header for shard in self._shards]
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = max(1, min(io_threads(self.ranks_on_host) + 1, budget // (4 * UNIT)))
-        return _Files(self._building, names, headers, jobs, threads)
+        return RangeFiles(self._building, names, headers, jobs, threads)
 
-    def _round(self, number: int, jobs: Gathering, files: _Files, coordinator: Coordinator) -> None:
+    def _round(
+        self, number: int, jobs: Gathering, files: RangeFiles, coordinator: Coordinator
+    ) -> None:
         sizes = jobs.sizes(number)
         received = coordinator.exchange("pass pieces on", lambda: jobs.parts(number), sizes)
 
@@ -271,105 +265,3 @@ def _stored(tensors: TensorTable) -> tuple[list[Tensor], dict[str, str]]:
         dtype = tensors.properties(row).dtype
         stored.append(Tensor(name, dtype, tensors.shape(row), nbytes[row]))
     return stored, ties
-
-
-class _Files:
-    """The files that all ranks write, as one of them does."""
-
-    def __init__(
-        self,
-        building: Building,
-        names: Sequence[tuple[str, int]],
-        headers: Sequence[bytes],
-        jobs: Gathering,
-        threads: int,
-    ) -> None:
-        """`headers` are the coordinator's to write; others have none."""
-        self.written: dict[str, int] = {}
-        """Bytes of each file that this rank wrote."""
-        self.stats: dict[str, float] = {"written_bytes": 0, "copy_s": 0.0, "pwrite_s": 0.0}
-        self._building = building
-        self._names = names
-        self._headers = headers
-        self._jobs = jobs
-        self._threads = threads
-        self._open: dict[int, WriteFile] = {}
-        self._tails: list[tuple[int, bytes, int]] = []
-        self._lock = threading.Lock()
-        self._own = threading.local()
-
-    def write(
-        self,
-        jobs: Sequence[int],
-        come: dict[int, dict[int, list[Bytes]]],
-        progress: Callable[[int], None] = lambda nbytes: None,
-    ) -> None:
-        """Put jobs together and write them."""
-
-        def work(job: int) -> None:
-            progress(self._write_job(job, come.get(job)))
-
-        run_in_order(jobs, work, min(self._threads, len(jobs)))
-
-    def _write_job(self, job: int, come: dict[int, list[Bytes]] | None) -> int:
-        deal = self._jobs.deal
-        number = int(deal.file[job])
-        low = int(deal.low[job] - deal.base[number])
-        nbytes = int(deal.high[job] - deal.low[job])
-        out = self._buffer()[:nbytes]
-        begun = time.perf_counter()
-        if self._headers and low < len(self._headers[number]):
-            head = self._headers[number][low : low + nbytes]
-            out[: len(head)] = np.frombuffer(head, np.uint8)
-        self._jobs.fill(job, out, come)
-        filled = time.perf_counter()
-        with storage_errors(f"writing {self._building.path / self._names[number][0]}"):
-            file = self._file(number)
-            whole = nbytes // PAGE * PAGE
-            file.write_at(memoryview(out[:whole]), low)  # type: ignore[arg-type]
-        with self._lock:
-            if whole < nbytes:
-                # The last bytes of a file are no whole page: they go when all else is written.
-                self._tails.append((number, out[whole:].tobytes(), low + whole))
-            name = self._names[number][0]
-            self.written[name] = self.written.get(name, 0) + nbytes
-            self.stats["written_bytes"] += nbytes
-            self.stats["copy_s"] += filled - begun
-            self.stats["pwrite_s"] += time.perf_counter() - filled
-        return nbytes
-
-    def _buffer(self) -> Bytes:
-        found: Bytes | None = getattr(self._own, "buffer", None)
-        if found is None:
-            found = self._own.buffer = page_aligned(UNIT)
-        return found
-
-    def _file(self, number: int) -> WriteFile:
-        with self._lock:
-            file = self._open.get(number)
-            if file is None:
-                name, size = self._names[number]
-                file = self._open[number] = self._building.open(name)
-                if size >= DIRECT_FROM:
-                    file.begin_direct()
-            return file
-
-    def finish(self) -> None:
-        """Make all of it durable."""
-        begun = time.perf_counter()
-        for number, data, at in self._tails:
-            with storage_errors(f"writing {self._names[number][0]}"):
-                self._file(number).write_at(memoryview(data), at)
-        for number, file in self._open.items():
-            with storage_errors(f"writing {self._names[number][0]}"):
-                file.sync()
-                file.close()
-        self._open = {}
-        self.stats["sync_s"] = time.perf_counter() - begun
-
-    def close(self) -> None:
-        """After an error: let go of all files."""
-        for file in self._open.values():
-            with contextlib.suppress(OSError):
-                file.close()
-        self._open = {}
