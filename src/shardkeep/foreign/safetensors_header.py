@@ -16,13 +16,15 @@ from shardkeep.errors import (
     FormatError,
     UnsupportedValueError,
 )
+from shardkeep.foreign import headers
 from shardkeep.foreign.below import read_exactly, regular_size
+from shardkeep.foreign.headers import MAX_HEADER, parse_header
 from shardkeep.foreign.shapes import checked_shape
 
 __all__ = ["Entry", "is_safetensors", "lay_out_entries", "read_entries"]
 
-MAX_HEADER = 100_000_000
-"""The limit of the safetensors library."""
+ANYWHERE = 1 << 100
+"""Past the end of any file."""
 
 _DTYPES = {
     row.safetensors: row.name
@@ -59,13 +61,6 @@ def is_safetensors(path: Path) -> bool:
     return int.from_bytes(begin[:8], "little") <= min(size - 8, MAX_HEADER) and begin[8:] == b"{"
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key stands twice")
-    return table
-
-
 def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     """Tensors and metadata of a file; its entries fill it without holes or overlaps."""
     size = regular_size(path)
@@ -74,42 +69,18 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     nbytes = int.from_bytes(read_exactly(path, 0, 8), "little")
     if nbytes > MAX_HEADER:
         raise FormatError(f"{path} is not a safetensors file: its header would have {nbytes} bytes")
-    text = read_exactly(path, 8, nbytes)
-    try:
-        table = json.loads(text.decode(), object_pairs_hook=_once)
-        if type(table) is not dict:
-            raise ValueError("it is not an object")
-        metadata = table.pop("__metadata__", {})
-        if not all(type(v) is str for v in metadata.values()):
-            raise ValueError("metadata is not text")
-        entries = {name: _entry(name, row, 8 + nbytes) for name, row in table.items()}
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        FormatError,
-    ) as error:
-        raise FormatError(f"{path}: its safetensors header is not valid: {error!r}") from error
+    # What is past the end was cut off, which is another error than a header that lies.
+    found, metadata = parse_header(read_exactly(path, 0, 8 + nbytes), str(path), ANYWHERE)
+    entries = {name: _entry(path, name, one) for name, one in found.items()}
     _check_filled(path, entries, 8 + nbytes, size)
-    return entries, metadata
+    return entries, metadata or {}
 
 
-def _entry(name: str, row: Mapping[str, Any], base: int) -> Entry:
-    start, stop = row["data_offsets"]
-    shape, code = tuple(row["shape"]), row["dtype"]
-    shape = checked_shape(shape, f"entry {name!r}")
-    if type(start) is not int or type(stop) is not int or start < 0:
-        raise ValueError(f"entry {name!r} lies at {start!r} to {stop!r}")
-    if code not in _DTYPES:
-        raise ValueError(f"entry {name!r} has elements of the unknown type {code!r}")
-    count = TABLE[_DTYPES[code]].itemsize
-    for n in shape:
-        count *= n
-    if stop - start != count:
-        raise ValueError(f"entry {name!r} has {stop - start} bytes, its shape needs {count}")
-    return Entry(_DTYPES[code], shape, base + start, base + stop)
+def _entry(path: Path, name: str, found: headers.Entry) -> Entry:
+    shape = checked_shape(found.shape, f"{path}: entry {name!r}")
+    if found.dtype not in _DTYPES:
+        raise FormatError(f"{path}: entry {name!r} has elements of the unknown type {found.dtype}")
+    return Entry(_DTYPES[found.dtype], shape, found.start, found.stop)
 
 
 def _check_filled(path: Path, entries: Mapping[str, Entry], begin: int, size: int) -> None:
