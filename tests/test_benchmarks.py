@@ -201,3 +201,16 @@ def test_resharding(disk):
     for side in resharding.SIDES:
         assert len(resharding.row(scenario, side, seen)) == len(resharding.HEADINGS)
         assert len(seen[side]["load"][0]) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_files_for_hugging_face_are_written_and_loaded_by_both(tmp_path, capsys):
+    from benchmarks import huggingface
+
+    options = ["--size", "0.1", "--repeat", "1", "--dir", str(tmp_path)]
+    huggingface.main([*options, "--json", str(tmp_path / "out.json")])
+    assert "shardkeep" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    seen = json.loads((tmp_path / "out.json").read_text())["numbers"]
+    assert seen.keys() == {"rows", "columns"}
