@@ -163,10 +163,6 @@ class ForeignReader(StorageReader):
         self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
     ) -> None:
         """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        if read_once == "auto" and self.ranks_on_host >= coordinator.world_size:
-            # All on one machine, whose disk is faster than bytes travel between processes: there
-            # is nothing to digest that would keep its cores busy meanwhile.
-            return
         odd: list[Piece] = []
 
         def begin() -> Reading:
