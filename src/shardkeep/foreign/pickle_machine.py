@@ -223,7 +223,8 @@ class _Machine:
         self.containers -= 1
         if self.containers < 0:
             raise self.heavy()
-        self.charge(args)
+        if args:
+            self.charge(args)
         if function.name in _HASHING:
             for argument in args:
                 if type(argument) in (list, tuple):
@@ -236,7 +237,8 @@ class _Machine:
             raise type(error)(f"{self.where}: {error}") from error
         except Exception as error:
             raise ValueError(f"no {function.name} is made from this: {error}") from error
-        self.charge((result,))
+        if type(result) in _SIZED:
+            self.charge((result,))
         return result
 
     def charge(self, values: tuple[Any, ...]) -> None:
