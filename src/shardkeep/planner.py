@@ -12,10 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from shardkeep.arrays import HostPlaces, Sink, Source, Staging
+from shardkeep.arrays import Bytes, HostPlaces, Sink, Source, Staging
 from shardkeep.columns import Boxes, Ints, Rows
 from shardkeep.memory import Addresses
 from shardkeep.metadata import (
@@ -67,6 +68,9 @@ class WriteItem:
     data: TensorWriteData | BytesWriteData
     """What it is."""
 
+
+Image: TypeAlias = Callable[[int, int], Bytes | None]
+"""Memory of ours that holds the bytes [low, high) of a file, if there is any. May wait for them."""
 
 YIELDS = -1
 """In place of a set of holders: only to be saved if no rank holds the same box otherwise."""
@@ -311,6 +315,10 @@ class SavePlanner(ABC):
     def sources(self, items: WriteItems, rows: Ints) -> Sequence[Source]:
         """The elements of some chunks of the plan; asks `resolve_data` for each."""
         return [self.resolve_data(items[row]) for row in rows.tolist()]  # type: ignore[misc]
+
+    def image(self, rows: Ints, start: Ints, nbytes: Ints) -> Image | None:
+        """Finds bytes of a file in memory of ours, where these chunks lie there as in the file."""
+        return None
 
 
 class LoadPlanner(ABC):

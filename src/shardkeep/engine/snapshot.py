@@ -20,7 +20,7 @@ from shardkeep.arrays import Bytes, HostSource, Source, Staging
 from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
-from shardkeep.engine.arriving import ArrivingSource, arriving_sources
+from shardkeep.engine.arriving import ArrivingSource, arriving_sources, image_of
 from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
@@ -28,6 +28,7 @@ from shardkeep.memory import Addresses, address_of
 from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
+    Image,
     Place,
     SavePlan,
     SavePlanner,
@@ -315,6 +316,10 @@ class StagedPlanner(SavePlanner):
         kinds = items.tensors.kind[items.chunks.tensor[rows]].tolist()
         dtypes = [bits[kind] for kind in kinds]
         return arriving_sources(self.snapshot, held.start[place], held.nbytes[place], dtypes)
+
+    def image(self, rows: Ints, start: Ints, nbytes: Ints) -> Image:
+        """In the arena, as they arrive."""
+        return image_of(self.snapshot, start, nbytes, self.places(rows))
 
     def resolve_data(self, write_item: WriteItem) -> Source | bytes:
         """By name and offsets."""

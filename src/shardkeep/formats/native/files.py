@@ -16,12 +16,10 @@ import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
-from shardkeep.engine.arriving import image_of
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.parallel import Behind, run_in_order
-from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.engine.writing import Payload, WriteStats, write_file
 from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
@@ -125,8 +123,12 @@ class FileWriter:
         layout: DigestLayout,
         written: list[str],
         content: ContentDigests | None = None,
+        durable: Callable[[], None] = lambda: None,
     ) -> str:
-        """Write a new file; returns its root digest. Its name joins `written` once it exists."""
+        """Write a new file; returns its root digest. Its name joins `written` once it exists.
+
+        `durable` is called once it is, which may be after this returns.
+        """
         with storage_errors(f"writing {self._store.root / name}"):
             file = self._store.create(name)
             written.append(name)
@@ -149,9 +151,9 @@ class FileWriter:
                 _close_quietly(file)
                 raise
         if self._lanes == 1:
-            self._behind.run(partial(self._finish, file))
+            self._behind.run(partial(self._finish, file, durable))
         else:
-            self._finish(file)
+            self._finish(file, durable)
         return root.hex()
 
     def _threads(self) -> int:
@@ -179,7 +181,7 @@ class FileWriter:
                 self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
         return self._pool
 
-    def _finish(self, file: WriteFile) -> None:
+    def _finish(self, file: WriteFile, durable: Callable[[], None]) -> None:
         with storage_errors(f"writing {file.path}"):
             begun = time.perf_counter()
             try:
@@ -189,6 +191,7 @@ class FileWriter:
                 raise
             self.stats.add(sync_s=time.perf_counter() - begun)
             file.close()
+            durable()
 
 
 def _close_quietly(file: WriteFile) -> None:
@@ -224,10 +227,9 @@ class RankChunks:
             self.itemsize[rows],
             lambda first, last: self._sources(low + first, low + last),
         )
-        planner = self._planner
-        if isinstance(planner, StagedPlanner):
-            place = planner.places(self.rows[rows])
-            return replace(chunks, image=image_of(planner.snapshot, start, nbytes, place))
+        image = self._planner.image(self.rows[rows], start, nbytes)
+        if image is not None:
+            return replace(chunks, image=image)
         return replace(
             chunks, addresses=lambda first, last: self.addresses[low + first : low + last]
         )

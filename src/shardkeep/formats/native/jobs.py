@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import msgspec
 
@@ -13,7 +15,7 @@ from shardkeep.engine.filling import Chunks
 from shardkeep.formats.native.files import FileWriter, data_payload
 from shardkeep.formats.native.layout import FilePlan
 
-__all__ = ["DataFiles", "Written"]
+__all__ = ["DataFiles", "Journal", "Written"]
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -27,6 +29,22 @@ class Written(msgspec.Struct, frozen=True):
     """Its root digest."""
     content: str
     """Digest of the content digests of its chunks; empty where it has none."""
+
+
+class Journal(Protocol):
+    """Remembers files that are written, for whoever goes on after a kill."""
+
+    save_id: str
+    """Of the save, each time it is gone on with."""
+
+    def found(self, name: str) -> Written | None:
+        """What a file holds that is there, whole and durable."""
+
+    def written(self, name: str, done: Written) -> None:
+        """A file is written."""
+
+    def durable(self, name: str) -> None:
+        """A file is durable; may come before `written`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +63,8 @@ class DataFiles:
     """Gives the header of a file, and its values, when they are needed."""
     chunks: Callable[[int, int], Chunks]
     """Gives the chunks [low, high) of the rank, which lie in one file."""
+    journal: Journal | None = None
+    """Knows what need not be written again."""
 
     def write(self, files: FileWriter, written: list[str]) -> list[Written]:
         """Write all of them; each name joins `written` once its file exists."""
@@ -57,11 +77,19 @@ class DataFiles:
         return out
 
     def _write_file(self, files: FileWriter, plan: FilePlan, written: list[str]) -> Written:
+        name, journal = plan.name(self.save_id), self.journal
+        found = None if journal is None else journal.found(name)
+        if found is not None:
+            return found
         header, values = self.front(plan)
         layout = DigestLayout(plan.values + len(values), self.block, self.algorithm.size)
         chunks = self.chunks(plan.first, plan.first + plan.count)
         content = ContentDigests(self.algorithm, chunks.nbytes)
         payload = data_payload(plan, header, chunks, values, content)
-        root = files.write(plan.name(self.save_id), payload, layout, written, content)
+        durable = (lambda: None) if journal is None else partial(journal.durable, name)
+        root = files.write(name, payload, layout, written, content, durable)
         digest = self.algorithm.digest(content.results().tobytes()).hex() if plan.count else ""
-        return Written(layout.file_size, layout.payload, root, digest)
+        done = Written(layout.file_size, layout.payload, root, digest)
+        if journal is not None:
+            journal.written(name, done)
+        return done

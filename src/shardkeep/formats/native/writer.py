@@ -43,7 +43,7 @@ from shardkeep.formats.native.early import Early, lay_out
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
-from shardkeep.formats.native.jobs import DataFiles, Written
+from shardkeep.formats.native.jobs import DataFiles, Journal, Written
 from shardkeep.formats.native.keeping import Keeping, compare, join, without_kept
 from shardkeep.formats.native.layout import (
     FilePlan,
@@ -137,6 +137,8 @@ class NativeWriter(StorageWriter):
         """Goes into the record, for whoever lists checkpoints."""
         self.process: WriterProcess | None = None
         """Writes what is staged, in place of this process."""
+        self.journal: Journal | None = None
+        """Knows what an earlier attempt with the same plan has written, and gives its save id."""
         self._algorithm = algorithm(digest)
         self._open_store = open_store
         self.reset(checkpoint_id)
@@ -195,7 +197,7 @@ class NativeWriter(StorageWriter):
             return announcement
         with storage_errors(f"looking at {self._store.root}"):
             self._refuse_occupied()
-        self.save_id = new_save_id()
+        self.save_id = new_save_id() if self.journal is None else self.journal.save_id
         self._lease = self._take_lease()
         word = {"save_id": self.save_id, "lease": self._lease.name, "host": socket.gethostname()}
         return msgspec.msgpack.encode(word)
@@ -419,7 +421,8 @@ class NativeWriter(StorageWriter):
             layout = self._digest_layout(file.values + len(values))
             return data_header(file, chunks, values, layout, self._file_metadata()), values
 
-        job = DataFiles(self.save_id, self._algorithm, self.block, plans, front, chunks.part)
+        parts = (plans, front, chunks.part)
+        job = DataFiles(self.save_id, self._algorithm, self.block, *parts, self.journal)
         return job, chunks
 
     def _count(self, stats: WriteStats) -> None:
