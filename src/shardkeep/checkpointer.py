@@ -41,6 +41,8 @@ from shardkeep.storage import (
     find_reader,
     find_writer,
 )
+from shardkeep.surgery.operation import Surgery
+from shardkeep.surgery.reading import OperatedReader
 
 __all__ = ["Checkpointer", "refuse_pin"]
 
@@ -326,6 +328,7 @@ class Checkpointer(Closing):
         keys: Sequence[str] | None = None,
         optional: Sequence[str] = (),
         cast: Cast = False,
+        surgery: Surgery | None = None,
         verify: bool = True,
         expect_digest: str | None = None,
         allow_pickle: bool = False,
@@ -344,6 +347,7 @@ class Checkpointer(Closing):
             "expect_digest": expect_digest,
             "allow_pickle": allow_pickle,
             "read_once": read_once,
+            "surgery": repr(surgery),
             "version": _version(),
         }
         wait_turn(self._coordinator)
@@ -362,6 +366,7 @@ class Checkpointer(Closing):
                 checkpoint_id,
                 storage_reader,
                 planner,
+                surgery,
                 options,
                 memory_budget,
                 progress,
@@ -373,6 +378,7 @@ class Checkpointer(Closing):
         checkpoint_id: CheckpointId | None,
         storage_reader: StorageReader | None,
         planner: DefaultLoadPlanner,
+        surgery: Surgery | None,
         options: dict[str, Any],
         memory_budget: int | None,
         progress: Progress,
@@ -402,7 +408,7 @@ class Checkpointer(Closing):
         ):
             return run_load(
                 state_dict,
-                reader=reader,
+                reader=reader if surgery is None else OperatedReader(reader, surgery),
                 planner=planner,
                 coordinator=self._coordinator,
                 options={"checkpoint_id": _where(checkpoint_id, reader), **options},

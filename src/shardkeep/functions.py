@@ -23,6 +23,7 @@ from shardkeep.planner import SavePlanner
 from shardkeep.progress import Progress
 from shardkeep.saving import SaveResult
 from shardkeep.storage import CheckpointId, ReadOnce, StorageReader, StorageWriter
+from shardkeep.surgery.operation import Surgery
 
 __all__ = ["async_save", "load", "save"]
 
@@ -139,6 +140,7 @@ def load(
     keys: Sequence[str] | None = None,
     optional: Sequence[str] = (),
     cast: Cast = False,
+    surgery: Surgery | None = None,
     verify: bool = True,
     expect_digest: str | None = None,
     allow_pickle: bool = False,
@@ -152,7 +154,8 @@ def load(
 
     Names that are missing or unexpected, shapes and dtypes that differ are one `MismatchError` that
     lists them all, raised before anything is read. `keys` (globs) narrows the request, `optional`
-    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind. `read_once`
+    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind. `surgery`
+    renames, joins, cuts and casts what is stored before it is matched with the target. `read_once`
     says whether what several ranks want is read by one of them and passed on.
     """
     with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
@@ -165,6 +168,7 @@ def load(
             keys=keys,
             optional=optional,
             cast=cast,
+            surgery=surgery,
             verify=verify,
             expect_digest=expect_digest,
             allow_pickle=allow_pickle,

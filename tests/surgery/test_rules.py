@@ -1,0 +1,308 @@
+"""Surgery against numpy on whole arrays; and everything that can be wrong with it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardkeep
+from shardkeep.arrays import HostSink
+from shardkeep.dtypes import lookup
+from shardkeep.structure import Structure
+from shardkeep.surgery.operation import Surgery
+from shardkeep.surgery.patterns import Found, Pattern
+from shardkeep.surgery.pieces import Composed
+from shardkeep.surgery.placing import placed
+from shardkeep.surgery.rules import Fuse, Split, Stack, Unstack, parse_rule
+from shardkeep.surgery.view import View, Wanted
+
+
+def stored(arrays):
+    return {n: Composed.stored(n, a.dtype.name, a.shape) for n, a in arrays.items()}
+
+
+def materialised(made, arrays):
+    """A composed tensor, made of its pieces by numpy."""
+    out = np.zeros(made.shape, made.dtype)
+    seen = np.zeros(made.shape, np.int64)
+    for piece in made.pieces:
+        where = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+        begin, extent = piece.stored_box(piece.offsets, piece.sizes)
+        part = arrays[piece.source][
+            tuple(slice(o, o + s) for o, s in zip(begin, extent, strict=True))
+        ]
+        out[where] = part.reshape(piece.sizes)
+        seen[where] += 1
+    assert (seen == 1).all()
+    return out
+
+
+@st.composite
+def cut_tensors(draw):
+    """A tensor, a dimension, and sizes that cut it in groups."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    groups = draw(st.integers(1, 3))
+    sizes = [groups * n for n in draw(st.lists(st.integers(0, 3), min_size=1, max_size=4))]
+    shape[dim] = sum(sizes)
+    array = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    return array, dim, groups, sizes
+
+
+def grouped_parts(array, dim, groups, sizes):
+    """What numpy makes of it."""
+    per_group = np.split(array, groups, axis=dim)
+    edges = np.cumsum([size // groups for size in sizes])[:-1]
+    cut = [np.split(part, edges, axis=dim) for part in per_group]
+    return [np.concatenate([part[at] for part in cut], axis=dim) for at in range(len(sizes))]
+
+
+@given(cut_tensors())
+def test_split_and_fuse_are_what_numpy_does(case):
+    array, dim, groups, sizes = case
+    names = [f"p{at}" for at in range(len(sizes))]
+    split = Surgery(rules=[Split("x", names, sizes, dim, groups)])
+    state = split.operate(stored({"x": array}), [])
+    assert state.faults == []
+    parts = grouped_parts(array, dim, groups, sizes)
+    for name, part in zip(names, parts, strict=True):
+        np.testing.assert_array_equal(materialised(state.tensors[name], {"x": array}), part)
+    arrays = dict(zip(names, parts, strict=True))
+    fused = Surgery(rules=[Fuse(names, "x", dim, groups)]).operate(stored(arrays), [])
+    assert fused.faults == []
+    np.testing.assert_array_equal(materialised(fused.tensors["x"], arrays), array)
+    # There and back in one surgery: pieces of pieces.
+    both = Surgery(rules=[Split("x", names, sizes, dim, groups), Fuse(names, "y", dim, groups)])
+    again = both.operate(stored({"x": array}), [])
+    np.testing.assert_array_equal(materialised(again.tensors["y"], {"x": array}), array)
+
+
+@given(st.lists(st.integers(1, 3), max_size=3), st.integers(1, 5), st.integers(0, 3), st.booleans())
+def test_stack_and_unstack_are_what_numpy_does(shape, count, dim, negative):
+    dim = min(dim, len(shape))
+    rng = np.random.default_rng(count)
+    arrays = {f"e.{at}.w": rng.integers(0, 99, shape) for at in range(count)}
+    given_dim = dim - len(shape) - 1 if negative else dim
+    state = Surgery(rules=[Stack("e.#.w", "e.w", given_dim)]).operate(stored(arrays), [])
+    assert state.faults == []
+    wanted = np.stack(list(arrays.values()), axis=dim)
+    np.testing.assert_array_equal(materialised(state.tensors["e.w"], arrays), wanted)
+    back = Surgery(rules=[Unstack("e.w", "e.#.w", given_dim)])
+    apart = back.operate(stored({"e.w": wanted}), [])
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(materialised(apart.tensors[name], {"e.w": wanted}), array)
+
+
+@given(st.data())
+def test_a_box_of_what_surgery_made_is_read_as_a_box(data):
+    """Through `View`, with sinks of host memory and with others."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    arrays = {f"e.{at}": rng.integers(0, 999, (3, 6)).astype(np.int32) for at in range(4)}
+    rules = [
+        "stack e.# = e @ 1",
+        "split e = a, b @ 2",
+        "fuse b, a = c @ 2/3",
+        "unstack c = d.# @ 0",
+    ]
+    surgery = Surgery(rules=rules[: data.draw(st.integers(0, 4))])
+    state = surgery.operate(stored(arrays), [])
+    assert state.faults == []
+    name = data.draw(st.sampled_from(sorted(state.tensors)))
+    made = state.tensors[name]
+    low = [data.draw(st.integers(0, n - 1)) for n in made.shape]
+    sizes = [data.draw(st.integers(1, n - o)) for n, o in zip(made.shape, low, strict=True)]
+    out = np.zeros(sizes, np.uint32)
+    sink = HostSink(out, lookup("int32"))
+
+    class Other:
+        def put(self, offsets, block, dtype):
+            sink.put(offsets, block, dtype)
+
+    def read(items, sinks):
+        for row in range(len(items)):
+            item = items[row]
+            stored_array = arrays[item.storage_index.fqn]
+            box = tuple(
+                slice(o, o + s) for o, s in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+            part = np.ascontiguousarray(stored_array[box]).view(np.uint32)
+            sinks(item.dest_index.index).put(item.dest_offsets, part, lookup("int32"))
+
+    kind = data.draw(st.sampled_from([sink, Other()]))
+    columns = shardkeep_columns(arrays)
+    View(state.tensors, columns, read).read([Wanted(name, tuple(low), tuple(sizes), kind)])
+    whole = materialised(made, arrays)
+    where = tuple(slice(o, o + s) for o, s in zip(low, sizes, strict=True))
+    np.testing.assert_array_equal(out.view(np.int32), whole[where])
+
+
+def shardkeep_columns(arrays):
+    from shardkeep.columns import Boxes
+    from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
+    from shardkeep.tables import ChunkTable, StateColumns, TensorTable, ValueTable
+
+    names = list(arrays)
+    table = TensorTable.of(
+        names,
+        [TensorProperties(a.dtype.name) for a in arrays.values()],
+        [a.shape for a in arrays.values()],
+    )
+    none = np.zeros(len(names), np.int64)
+    boxes = [ChunkStorageMetadata((0,) * a.ndim, a.shape) for a in arrays.values()]
+    chunks = ChunkTable(np.arange(len(names)), Boxes.of(boxes), none, none, none, none)
+    empty = ValueTable([], none[:0], none[:0])
+    return StateColumns(table, empty, lambda row: chunks.part(row, row + 1), chunks)
+
+
+X = np.zeros((4, 6), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"select": ["no.*"]}, "select no.*: no name matches"),
+        ({"exclude": ["no.*"]}, "exclude no.*: no name matches"),
+        ({"exclude": ["*"]}, "select and exclude leave nothing"),
+        ({"rename": ["no=yes"]}, "rename no=yes: no name matches"),
+        ({"rename": ["^[ab]$=z"]}, "a and b would have one name, z"),
+        ({"rename": ["^a$="]}, "a would have no name"),
+        ({"mapping": {"no": "yes"}}, "mapping: there is no no"),
+        ({"mapping": {"a": "b"}}, "a and b would have one name, b"),
+        ({"rules": ["fuse no, nor = x @ 0"]}, "no tensor matches"),
+        ({"rules": ["fuse a, no = x @ 0"]}, "a is there, and no is not"),
+        ({"rules": ["fuse a, b = step @ 0"]}, "there is a step already"),
+        ({"rules": ["fuse a, half = x @ 0"]}, "a is float32 and half is float16"),
+        ({"rules": ["fuse a, c = x @ 1"]}, "a has shape (4, 6) and c (8, 6)"),
+        ({"rules": ["fuse a, b = x @ 2"]}, "a has shape (4, 6), and no dimension 2"),
+        ({"rules": ["fuse a, b = x @ 0/3"]}, "do not go into 3 groups"),
+        ({"rules": ["split a = x:1, y:2 @ 0"]}, "a has 4 indices in dimension 0, not 1+2"),
+        ({"rules": ["split c = x, y, z @ 0"]}, "not 3 equal parts"),
+        ({"rules": ["stack e.# = x @ 0"]}, "e.1 is missing, and e.2 is there"),
+        ({"rules": ["unstack a = b.# @ 7"]}, "a has shape (4, 6), and no dimension 7"),
+        ({"rules": ["unstack *1 = *2.# @ 0", "fuse a, b = c @ 0"]}, "there is a c already"),
+        ({"cast": ["f64=f32"]}, "cast float64=float32: no tensor of that type matches"),
+        ({"cast": ["f32=i32"]}, "there is no cast between these types"),
+        ({"cast": ["no.*:f32=bf16"]}, "no tensor of that type matches"),
+    ],
+)
+def test_what_is_wrong_is_said(asked, said):
+    arrays = {"a": X, "b": X, "c": np.zeros((8, 6), np.float32), "half": X.astype(np.float16)}
+    arrays |= {"e.0": X, "e.2": X}
+    state = Surgery(**asked).operate(stored(arrays), ["step"])
+    assert any(said in fault for fault in state.faults), state.faults
+    with pytest.raises(shardkeep.PlanError, match="cannot be done as asked"):
+        state.check()
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    asked = Surgery(
+        select=["no1", "*"], rename=["no2="], rules=["fuse no3, no4 = x"], cast=["f64=f32"]
+    )
+    state = asked.operate(stored({"a": X}), [])
+    assert len(state.faults) == 4
+    with pytest.raises(shardkeep.PlanError) as caught:
+        state.check()
+    assert all(f"no{at}" in str(caught.value) for at in (1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "fuse",
+        "melt a = b",
+        "fuse a, b c",
+        "fuse a, b = c, d",
+        "fuse *.a, b = *.c",
+        "fuse a, a = c",
+        "fuse a, b = ",
+        "fuse a, b = c @ x",
+        "fuse a, b = c @ 0/0",
+        "fuse a.#, b = c",
+        "split a = b:1, c",
+        "stack a.# = b.#",
+        "stack a = b",
+        "stack a.# = b @ 0/2",
+        "unstack a = b",
+    ],
+)
+def test_rules_that_cannot_be_read(text):
+    with pytest.raises(ValueError, match=r".+"):
+        parse_rule(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fuse *.q, *.k, *.v = *.qkv @ -1",
+        "fuse a, b = c @ 0/8",
+        "split *.qkv = *.q:4, *.k:2, *.v:2 @ 0/2",
+        "stack *.experts.#.w = *.experts.w @ 0",
+        "unstack w = w.# @ 1",
+    ],
+)
+def test_rules_are_written_as_they_are_read(text):
+    assert str(parse_rule(text)) == text
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"rename": ["x"]},
+        {"rename": ["(=x"]},
+        {"rename": [r"x=\2"]},
+        {"cast": ["f32"]},
+        {"cast": ["f32=nothing"]},
+    ],
+)
+def test_options_that_cannot_be_read(asked):
+    with pytest.raises(ValueError, match=r".+"):
+        Surgery(**asked)
+
+
+def test_an_expression_may_look_ahead():
+    state = Surgery(rename=[r"a(?=\.w)=b"]).operate(stored({"a.w": X, "a.b": X}), [])
+    assert list(state.tensors) == ["b.w", "a.b"]
+
+
+@given(st.lists(st.text("ab.*#0", max_size=4), min_size=1, max_size=3), st.text("ab.", max_size=4))
+def test_a_pattern_fills_what_it_matches(parts, text):
+    pattern = Pattern("*".join(part.replace("#", "").replace("*", "") for part in parts))
+    name = pattern.fill(Found((text,) * pattern.stars))
+    found = pattern.match(name)
+    assert found is not None
+    assert pattern.fill(found) == name
+
+
+def nest(state):
+    """A structure of nested dicts and lists; leaves are 0 or 1, their kinds."""
+    if isinstance(state, dict):
+        return ["dict", list(state), [nest(child) for child in state.values()], None]
+    if isinstance(state, list):
+        return ["list", None, [nest(child) for child in state], None]
+    return state
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "wanted"),
+    [
+        ({"m": {"a": 0, "b": 0}}, ["m.b", "m.a"], {"m": {"a": 0, "b": 0}}),
+        ({"m": {"a": 0, "b": 0}}, ["m.a", "m.c.d"], {"m": {"a": 0, "c.d": 0}}),
+        ({"m": {"a": 0}, "n": 0}, ["a", "n"], {"n": 0, "a": 0}),
+        ({"m": {"a": 0, "l": {"x": 0}}}, ["m.l.y"], {"m": {"l": {"y": 0}}}),
+        ({"m": [0, 0, 0]}, ["m.0", "m.2"], {"m": {0: 0, 2: 0}}),
+        ({"m": [0, 0], "e": {}}, ["m.0", "m.1"], {"m": [0, 0], "e": {}}),
+        ({"m": {"a": 0}}, ["m"], {"m": 0}),
+        ({"m": {"a": 0}}, [".x", "m."], {".x": 0, "m.": 0}),
+    ],
+)
+def test_names_have_their_places(state, names, wanted):
+    made, faults = placed(Structure(nest(state)), dict.fromkeys(names, 0))
+    assert faults == []
+    assert made.root == nest(wanted)
+    assert sorted(made.names) == sorted(names)
+
+
+def test_a_container_keeps_its_name():
+    _, faults = placed(Structure(nest({"m": {"a": 0}, "b": 0})), {"m.a": 0, "m": 0})
+    assert faults == ["m is the name of a container that is not empty"]
