@@ -16,6 +16,7 @@ BENCHMARKS = {
     "incremental": "incremental",
     "huggingface": "huggingface",
     "plan": "plan",
+    "convert": "converting",
 }
 """Command to module."""
 

@@ -15,9 +15,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "checkpoint": ("Checkpoint", "SubView", "TensorView"),
     "checkpointer": ("Checkpointer",),
+    "converting.driver": ("ConvertResult", "convert"),
     "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
     "default_load_planner": ("DefaultLoadPlanner",),
     "default_planner": ("DefaultSavePlanner",),
+    "differing": ("DiffReport", "Difference", "diff"),
     "errors": (
         "CheckpointError",
         "CheckpointExistsError",
@@ -91,6 +93,8 @@ _HOMES = {
         "ShardedTensorMetadata",
     ),
     "storage": ("StorageReader", "StorageWriter", "WriteResult"),
+    "surgery.operation": ("Surgery",),
+    "surgery.rules": ("Fuse", "Split", "Stack", "Unstack"),
     "tree": ("Stateful",),
 }
 
@@ -110,17 +114,21 @@ __all__ = [
     "Checkpointer",
     "ChunkShardingSpec",
     "ChunkStorageMetadata",
+    "ConvertResult",
     "Coordinator",
     "CorruptionError",
     "DamagedStep",
     "DefaultLoadPlanner",
     "DefaultSavePlanner",
+    "DiffReport",
+    "Difference",
     "EnumerableShardingSpec",
     "EverySeconds",
     "EverySteps",
     "FastTier",
     "ForeignReader",
     "FormatError",
+    "Fuse",
     "GcResult",
     "HuggingFaceWriter",
     "KeepBest",
@@ -159,6 +167,8 @@ __all__ = [
     "ShardedArray",
     "ShardedTensorMetadata",
     "SingleProcess",
+    "Split",
+    "Stack",
     "Stateful",
     "Step",
     "StorageError",
@@ -167,11 +177,13 @@ __all__ = [
     "StorageReader",
     "StorageWriter",
     "SubView",
+    "Surgery",
     "TensorProperties",
     "TensorStorageMetadata",
     "TensorView",
     "ThreadRanks",
     "UnsafeCheckpointError",
+    "Unstack",
     "UnsupportedValueError",
     "VerifyReport",
     "WhenIdle",
@@ -180,6 +192,8 @@ __all__ = [
     "__version__",
     "async_save",
     "catch_preemption",
+    "convert",
+    "diff",
     "flush",
     "gc",
     "load",
@@ -209,9 +223,11 @@ def __dir__() -> list[str]:
 if TYPE_CHECKING:
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
     from shardkeep.checkpointer import Checkpointer
+    from shardkeep.converting.driver import ConvertResult, convert
     from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
     from shardkeep.default_load_planner import DefaultLoadPlanner
     from shardkeep.default_planner import DefaultSavePlanner
+    from shardkeep.differing import Difference, DiffReport, diff
     from shardkeep.errors import (
         CheckpointError,
         CheckpointExistsError,
@@ -285,4 +301,6 @@ if TYPE_CHECKING:
         ShardMetadata,
     )
     from shardkeep.storage import StorageReader, StorageWriter, WriteResult
+    from shardkeep.surgery.operation import Surgery
+    from shardkeep.surgery.rules import Fuse, Split, Stack, Unstack
     from shardkeep.tree import Stateful

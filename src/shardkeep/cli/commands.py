@@ -7,28 +7,21 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
-import traceback
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from shardkeep import __version__
-from shardkeep.errors import CheckpointError, CorruptionError
+from shardkeep.cli.conversions import convert, diff
+from shardkeep.cli.guard import DAMAGED, CommandError, Guarded, complain, json_option, output_for
+from shardkeep.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from shardkeep.cli.output import Output
     from shardkeep.progress import Progress
 
-__all__ = ["CommandError", "cli"]
-
-DAMAGED = 1
-FAILED = 2
-INTERRUPTED = 130
-BROKEN_PIPE = 141
+__all__ = ["cli"]
 
 _EPILOG = """\b
 Examples:
@@ -36,6 +29,8 @@ Examples:
   shardkeep show run/step-100 'model.*.weight'    some of it
   shardkeep verify run/step-100                   is every bit as it was written?
   shardkeep cat run/step-100 model.emb.weight 0:10,:4
+  shardkeep convert run/step-100 out --to hf --select model
+  shardkeep diff run/step-100 run/step-200
   shardkeep ls run                                the steps of a run
   shardkeep pin run 100 --why 'for the paper'     never remove this one
   shardkeep rm run 100 200                        remove these
@@ -44,63 +39,12 @@ Examples:
 \b
 Exit codes:
   0    done, and nothing is wrong
-  1    the checkpoint is damaged
+  1    the checkpoint is damaged; of diff: the two differ
   2    not done: wrong usage, no checkpoint or name there, a format or
        storage that cannot be read
   130  interrupted
   141  the reader of the output went away
 """
-
-
-class CommandError(click.ClickException):
-    """The command cannot do what was asked; one line for the user, exit code 2."""
-
-    exit_code = FAILED
-
-    def show(self, file: IO[Any] | None = None) -> None:
-        """Print it like every other error."""
-        _complain(self.message)
-
-
-class _Guarded(click.Group):
-    """A group whose commands end in a message and an exit code, not in a traceback."""
-
-    def invoke(self, ctx: click.Context) -> object:
-        """Run, and translate what went wrong."""
-        for stream in (sys.stdout, sys.stderr):
-            # Names may hold anything; a narrow terminal encoding must not end the command.
-            with contextlib.suppress(AttributeError, ValueError):
-                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
-        except BrokenPipeError:
-            # What is still buffered must not fail once more when Python exits.
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            ctx.exit(BROKEN_PIPE)
-        except KeyboardInterrupt:
-            ctx.exit(INTERRUPTED)
-        except (CheckpointError, OSError, MemoryError) as error:
-            if ctx.params.get("debug"):
-                traceback.print_exc()
-            else:
-                _complain(str(error) or type(error).__name__, getattr(error, "__notes__", ()))
-            ctx.exit(DAMAGED if isinstance(error, CorruptionError) else FAILED)
-
-
-def _complain(message: str, notes: tuple[str, ...] | list[str] = ()) -> None:
-    from shardkeep.cli.texts import printable
-
-    lines = [line for text in (message, *notes) for line in text.split("\n")]
-    click.echo("\n".join(["error: " + printable(lines[0]), *map(printable, lines[1:])]), err=True)
-
-
-def _output(json: bool) -> Output:
-    from shardkeep.cli.output import ConsoleOutput, JsonOutput
-
-    return JsonOutput() if json else ConsoleOutput()
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
@@ -114,7 +58,6 @@ def _seconds(ctx: click.Context, param: click.Parameter, text: str) -> float:
 
 _path = click.argument("path", metavar="PATH")
 _root = click.argument("root", metavar="ROOT")
-_json = click.option("--json", is_flag=True, help="Print one JSON object, for programs.")
 
 
 def _template(ctx: click.Context, param: click.Parameter, text: str) -> str:
@@ -136,13 +79,13 @@ _step_name = click.option(
 )
 
 
-@click.group(cls=_Guarded, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Guarded, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, message="%(prog)s %(version)s", prog_name="shardkeep")
 @click.option(
     "--debug", is_flag=True, envvar="SHARDKEEP_DEBUG", help="Show tracebacks [SHARDKEEP_DEBUG=1]."
 )
 def cli(debug: bool) -> None:
-    """Look into checkpoints, verify them, and clean up after killed saves.
+    """Look into checkpoints, verify, compare and convert them, clean up after killed saves.
 
     PATH is a checkpoint's directory, the one that holds checkpoint.json. ROOT is the folder of a
     run, which holds its steps.
@@ -152,7 +95,7 @@ def cli(debug: bool) -> None:
 @cli.command(short_help="What is in a checkpoint.")
 @_path
 @click.argument("glob", metavar="[NAME-GLOB]", required=False)
-@_json
+@json_option
 @click.pass_context
 def show(ctx: click.Context, path: str, glob: str | None, json: bool) -> None:
     """Show what is in a checkpoint: totals, then every tensor, then every value.
@@ -165,9 +108,9 @@ def show(ctx: click.Context, path: str, glob: str | None, json: bool) -> None:
     contents = read_contents(path, glob)
     if glob is not None and not contents.rows:
         raise CommandError(f"no name in {path} matches {glob!r}")
-    _output(json).contents(contents)
+    output_for(json).contents(contents)
     for problem in contents.problems:
-        _complain(problem)
+        complain(problem)
     if contents.problems:
         ctx.exit(DAMAGED)
 
@@ -177,7 +120,7 @@ def show(ctx: click.Context, path: str, glob: str | None, json: bool) -> None:
 @click.option(
     "--expect", metavar="DIGEST", help="Also require this record digest, as printed by a save."
 )
-@_json
+@json_option
 @click.pass_context
 def verify(ctx: click.Context, path: str, expect: str | None, json: bool) -> None:
     """Read every byte of every file and compare it with its digest.
@@ -190,7 +133,7 @@ def verify(ctx: click.Context, path: str, expect: str | None, json: bool) -> Non
     began = time.perf_counter()
     bar: Progress = True if sys.stderr.isatty() and not json else None
     report = run_verify(path, expect_digest=expect, progress=bar)
-    _output(json).verified(report, time.perf_counter() - began)
+    output_for(json).verified(report, time.perf_counter() - began)
     if not report.ok:
         ctx.exit(DAMAGED)
 
@@ -202,7 +145,7 @@ def verify(ctx: click.Context, path: str, expect: str | None, json: bool) -> Non
 @_path
 @click.argument("name", metavar="NAME")
 @click.argument("index", metavar="[SLICE]", required=False)
-@_json
+@json_option
 def cat(path: str, name: str, index: str | None, json: bool) -> None:
     """Print what a tensor or value holds.
 
@@ -218,7 +161,7 @@ def cat(path: str, name: str, index: str | None, json: bool) -> None:
         if isinstance(error, CheckpointError):
             raise
         raise CommandError(str(error.args[0])) from error
-    _output(json).item(item)
+    output_for(json).item(item)
 
 
 @cli.command(short_help="Remove what killed saves left behind.")
@@ -233,7 +176,7 @@ def cat(path: str, name: str, index: str | None, json: bool) -> None:
     help="Take a save for dead when its lease is older: seconds, or 45s, 30m, 1h, 2d.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@_json
+@json_option
 def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) -> None:
     """Remove the files of saves that were killed before they were committed.
 
@@ -247,17 +190,17 @@ def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) 
 
     if is_run(path, step_name):
         cleaned = Run(path, step_name).clean(stale_s=older_than, dry_run=dry_run)
-        _output(json).cleaned(path, cleaned, dry_run=dry_run)
+        output_for(json).cleaned(path, cleaned, dry_run=dry_run)
         return
     result = run_gc(path, stale_s=older_than, dry_run=dry_run)
-    _output(json).collected(path, result, dry_run=dry_run)
+    output_for(json).collected(path, result, dry_run=dry_run)
 
 
 @cli.command(short_help="The steps of a run.")
 @_root
 @click.option("--fast", metavar="FAST", help="The run's fast tier, listed too.")
 @_step_name
-@_json
+@json_option
 @click.pass_context
 def ls(ctx: click.Context, root: str, fast: str | None, step_name: str, json: bool) -> None:
     """List the steps of a run: size, bytes shared with other steps, metrics, age, pins.
@@ -270,7 +213,7 @@ def ls(ctx: click.Context, root: str, fast: str | None, step_name: str, json: bo
     rows = Run(root, step_name).rows()
     if fast is not None:
         rows = tiered(Run(fast, step_name).rows(), rows)
-    _output(json).run(root, rows)
+    output_for(json).run(root, rows)
     if any(row.state == "damaged" for row in rows):
         ctx.exit(DAMAGED)
 
@@ -281,7 +224,7 @@ def ls(ctx: click.Context, root: str, fast: str | None, step_name: str, json: bo
 @_step_name
 @click.option("--force", is_flag=True, help="Also pinned, unfinished, or the last whole ones.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
-@_json
+@json_option
 def rm(
     root: str, steps: tuple[int, ...], step_name: str, force: bool, dry_run: bool, json: bool
 ) -> None:
@@ -293,7 +236,7 @@ def rm(
     from shardkeep.cli.runs import Run
 
     done = Run(root, step_name).remove(steps, force=force, dry_run=dry_run)
-    _output(json).removed(root, done, dry_run=dry_run)
+    output_for(json).removed(root, done, dry_run=dry_run)
     if done.pinned or done.failed:
         raise CommandError(f"not removed: {', '.join((*done.pinned, *done.failed))}")
 
@@ -304,7 +247,7 @@ def rm(
 @_step_name
 @click.option("--why", metavar="TEXT", default="", help="A note, shown by ls.")
 @click.option("--remove", is_flag=True, help="Let go of the step again.")
-@_json
+@json_option
 def pin(root: str, step: int, step_name: str, why: str, remove: bool, json: bool) -> None:
     """Hold a step: no policy and no rm removes it until the pin is removed."""
     from shardkeep.cli.runs import Run
@@ -316,4 +259,8 @@ def pin(root: str, step: int, step_name: str, why: str, remove: bool, json: bool
             raise CommandError(f"step {step} in {root} has no pin")
     else:
         run.pin(step, why)
-    _output(json).pinned(root, step, remove=remove)
+    output_for(json).pinned(root, step, remove=remove)
+
+
+cli.add_command(convert)
+cli.add_command(diff)

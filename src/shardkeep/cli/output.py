@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from shardkeep.cli.contents import Contents, Row, TensorRow, Totals, ValueRow
     from shardkeep.cli.runs import RunRow
     from shardkeep.cli.selection import Item, TensorItem
+    from shardkeep.converting.driver import ConvertResult
+    from shardkeep.differing import DiffReport
     from shardkeep.formats.native.commit import GcResult
     from shardkeep.formats.native.verifying import VerifyReport
     from shardkeep.manager.cleaning import Cleaned
@@ -56,6 +58,12 @@ class Output(Protocol):
 
     def pinned(self, path: str, step: int, *, remove: bool) -> None:
         """What `pin` did."""
+
+    def converted(self, result: ConvertResult) -> None:
+        """What `convert` did, or would do."""
+
+    def compared(self, report: DiffReport) -> None:
+        """What `diff` found."""
 
 
 class ConsoleOutput:
@@ -144,6 +152,26 @@ class ConsoleOutput:
     def pinned(self, path: str, step: int, *, remove: bool) -> None:
         """One line."""
         click.echo(f"{printable(path)}: step {step} {'is free' if remove else 'is pinned'}")
+
+    def converted(self, result: ConvertResult) -> None:
+        """One line; of a dry run also what would become what."""
+        from shardkeep.cli.changes import convert_cells, convert_text
+
+        if result.dry_run:
+            titles = ("from", "to", "shape", "dtype", "size")
+            _table(titles, [convert_cells(row) for row in result.rows], right=(4,))
+            click.echo()
+        click.echo(convert_text(result))
+
+    def compared(self, report: DiffReport) -> None:
+        """Every difference, and a sum."""
+        from shardkeep.cli.changes import diff_cells, diff_text
+
+        titles = ("name", "differs in", "a", "b", "changed", "largest")
+        _table(titles, [diff_cells(one) for one in report.differences], right=(4, 5))
+        if report.differences:
+            click.echo()
+        click.echo(diff_text(report))
 
 
 class JsonOutput:
@@ -257,6 +285,18 @@ class JsonOutput:
     def pinned(self, path: str, step: int, *, remove: bool) -> None:
         """What is so now."""
         self._print({"path": path, "step": step, "pinned": not remove})
+
+    def converted(self, result: ConvertResult) -> None:
+        """The result; `names` says what became what."""
+        from shardkeep.cli.changes import convert_object
+
+        self._print(convert_object(result))
+
+    def compared(self, report: DiffReport) -> None:
+        """The report."""
+        from shardkeep.cli.changes import diff_object
+
+        self._print(diff_object(report))
 
     @staticmethod
     def _print(body: dict[str, Any]) -> None:

@@ -1,0 +1,126 @@
+"""Converting a checkpoint on one disk: how fast beside the disk itself, and in how much memory.
+
+The state of `io`, saved once. Each round measures the raw rates, evicts the source from the page
+cache, and converts it in a process of its own, which says how long that took and the most memory it
+had. Every byte is read, checked, digested and written; a convert reads and writes at the same time,
+and the slower of the two raw rates is what it is compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import shardkeep
+from benchmarks import raw
+from benchmarks.accelerator import device_tensors
+from benchmarks.caches import evict, sync_one
+from benchmarks.report import Report, add_options, number
+from benchmarks.rounds import need_memory, scratch
+from benchmarks.states import nested, training_state
+
+PROGRAM = """
+import json, re, sys, time
+import shardkeep
+src, dst, to, budget, rules, cast = json.loads(sys.argv[1])
+begun = time.perf_counter()
+done = shardkeep.convert(src, dst, to=to, memory_budget=budget, rules=rules, cast=cast)
+seconds = time.perf_counter() - begun
+print(json.dumps({
+    "seconds": seconds,
+    "nbytes": done.nbytes,
+    "rss": int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024,
+}))
+"""
+"""In a process of its own: the memory of this one held the state."""
+
+
+def save_source(path: Path, nbytes: int) -> int:
+    """Save a state of about so many bytes; gives how many."""
+    leaves = training_state(nbytes)
+    state = nested(leaves, device_tensors(leaves, torch.device("cpu"), seed=1))
+    return shardkeep.save(state, path, no_dist=True).nbytes
+
+
+def convert_once(source: Path, target: Path, to: str, budget: int, cast: list[str]) -> Any:
+    """Convert what is not in the page cache; what was made is gone afterwards."""
+    evict(source)
+    sync_one(source)
+    asked = json.dumps([str(source), str(target), to, budget, [], cast])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, asked], check=True, capture_output=True, text=True
+        )
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(error.stderr) from error
+    finally:
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
+        sync_one(source)
+    return json.loads(done.stdout)
+
+
+def run(directory: Path, chosen: argparse.Namespace, source: Path) -> list[dict[str, float]]:
+    nbytes, budget = int(chosen.size * (1 << 30)), chosen.budget << 20
+    ways = raw.choose(directory, nbytes)
+    rounds: list[dict[str, float]] = []
+    for _ in range(chosen.repeat + 1):
+        rates = ways.disk(directory, nbytes)
+        seen = convert_once(source, directory / "made", chosen.to, budget, chosen.cast)
+        rounds.append({**seen, **rates})
+    return rounds[1:]
+
+
+def show(report: Report, rounds: list[dict[str, float]]) -> None:
+    rows, ratios = [], []
+    for seen in rounds:
+        rate, slower = seen["nbytes"] / seen["seconds"], min(seen["read"], seen["write"])
+        ratios.append(rate / slower)
+        rows.append(
+            [
+                number(seen["seconds"]),
+                number(rate / 1e9),
+                number(seen["read"] / 1e9),
+                number(seen["write"] / 1e9),
+                f"{rate / slower:.2f}",
+                f"{seen['rss'] / (1 << 20):.0f}",
+            ]
+        )
+    rows.append(["median", "", "", "", f"{median(ratios):.2f}", ""])
+    headings = ["s", "GB/s", "raw read, GB/s", "raw write, GB/s", "to the slower", "RSS, MiB"]
+    report.table("Converting", headings, rows)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks convert", description=__doc__)
+    parser.add_argument("--size", type=float, default=4.0, help="of the checkpoint, in GiB")
+    parser.add_argument("--budget", type=int, default=256, help="memory budget, in MiB")
+    parser.add_argument("--to", default="native", help="format of the result")
+    parser.add_argument("--cast", action="append", default=[], help="such as f32=bf16")
+    add_options(parser, repeat=3)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    chosen = arguments().parse_args(argv)
+    nbytes = int(chosen.size * (1 << 30))
+    need_memory(nbytes + (1 << 30))
+    with scratch(chosen.dir, 3 * nbytes) as directory:
+        settings: dict[str, Any] = {"nbytes": nbytes, "budget": chosen.budget, "to": chosen.to}
+        report = Report("convert", directory, repeat=chosen.repeat, **settings)
+        source = directory / "source"
+        saved = save_source(source, nbytes)
+        report.say(f"{saved / 1e9:.2f} GB to {chosen.to}, budget {chosen.budget} MiB")
+        rounds = run(directory, chosen, source)
+        show(report, rounds)
+        report.finish({"rounds": rounds}, chosen.json)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data files of a checkpoint of ours, remembered in the journal of a workplace."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from shardkeep.converting.workplace import Workplace
+from shardkeep.formats.native.jobs import Written
+
+__all__ = ["DataJournal", "clear_unknown"]
+
+
+class DataJournal:
+    """`shardkeep.formats.native.jobs.Journal` in the journal of a workplace."""
+
+    def __init__(self, place: Workplace, skipped: Callable[[int], None]) -> None:
+        """`skipped` is told the bytes of files that need not be written again."""
+        self.save_id = place.save_id
+        self._place = place
+        self._skipped = skipped
+        self._known = known_files(place)
+        self._lock = threading.Lock()
+        self._done: dict[str, Written] = {}
+        self._durable: set[str] = set()
+
+    def found(self, name: str) -> Written | None:
+        """What an earlier attempt has written, if it is still there."""
+        done = self._known.get(name)
+        if done is not None:
+            self._skipped(done.payload)
+        return done
+
+    def written(self, name: str, done: Written) -> None:
+        """Note it, if it is durable already."""
+        with self._lock:
+            self._done[name] = done
+        self._note(name)
+
+    def durable(self, name: str) -> None:
+        """Note it, if it is known already what it holds."""
+        with self._lock:
+            self._durable.add(name)
+        self._note(name)
+
+    def _note(self, name: str) -> None:
+        with self._lock:
+            if name in self._durable and name in self._done:
+                self._durable.remove(name)
+                done: Any = msgspec.to_builtins(self._done.pop(name))
+                self._place.note({"file": name, "written": done})
+
+
+def known_files(place: Workplace) -> dict[str, Written]:
+    """The files that the journal says are whole, and that are there."""
+    known: dict[str, Written] = {}
+    for entry in place.entries:
+        with contextlib.suppress(msgspec.ValidationError, KeyError, OSError):
+            done = msgspec.convert(entry["written"], Written)
+            if (place.made / entry["file"]).stat().st_size == done.size:
+                known[entry["file"]] = done
+    return known
+
+
+def clear_unknown(place: Workplace) -> None:
+    """Remove what an attempt that was killed had begun and not finished."""
+    known = known_files(place)
+    if place.made.is_dir():
+        for path in place.made.rglob("*"):
+            if not path.is_dir() and path.relative_to(place.made).as_posix() not in known:
+                path.unlink()

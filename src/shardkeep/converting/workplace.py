@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a result is built: a folder beside its destination, with a journal of what is done.
+
+Nothing is at the destination before the result is whole and durable; then it is moved there in one
+step. A convert that was killed leaves the folder, and the next one with the same arguments goes on
+from its journal; one with others begins anew. Errors leave nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shardkeep.errors import CheckpointExistsError, StorageError
+from shardkeep.formats.native.names import RECORD, new_save_id
+from shardkeep.stores.local import LocalStore, above_stdio, storage_errors, sync_fd
+
+__all__ = ["Workplace", "check_free"]
+
+ENDING = ".converting"
+_JOURNAL = "journal"
+_MADE = "made"
+_EXCHANGE = 2
+_OURS = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".distcp",
+    ".metadata",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    "_metadata",
+    ".bytes",
+)
+"""How files of checkpoints are called: what replaces one removes nothing else."""
+
+
+def check_free(destination: Path, *, overwrite: bool) -> None:
+    """Refuse a destination that holds something, or something that is no checkpoint."""
+    if not os.path.lexists(destination):
+        return
+    if destination.is_symlink():
+        raise CheckpointExistsError(f"{destination} is a link; name what it leads to")
+    if destination.is_dir() and not any(destination.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointExistsError(
+            f"{destination} already exists; choose another destination or pass overwrite=True"
+        )
+    strange = _strange(destination)
+    if strange:
+        raise CheckpointExistsError(
+            f"{destination} holds files that no checkpoint has, which replacing it would remove: "
+            f"{', '.join(strange[:8])}. Move them, or choose another destination."
+        )
+
+
+def _strange(path: Path) -> list[str]:
+    if path.is_file():
+        return [] if path.name.endswith(_OURS) else [path.name]
+    native = (path / RECORD).exists()
+    names = [entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir()]
+    return [
+        name
+        for name in names
+        if not name.endswith(_OURS)
+        and not (native and (name == RECORD or name.endswith(".tmp") or name.startswith("data/")))
+    ]
+
+
+class Workplace:
+    """The folder. As a context: held by this process only; after an error it is gone."""
+
+    def __init__(self, destination: Path, identity: str, *, overwrite: bool) -> None:
+        """`identity` tells the same convert from another."""
+        self.destination = destination
+        self.overwrite = overwrite
+        self.folder = destination.with_name(destination.name + ENDING)
+        self.made = self.folder / _MADE
+        """What is built: a directory, or a file."""
+        self.entries: list[dict[str, Any]] = []
+        """What an earlier attempt has noted."""
+        self.save_id = new_save_id()
+        self._identity = identity
+        self._journal = -1
+
+    def __enter__(self) -> Self:
+        with storage_errors(f"making {self.folder}"):
+            LocalStore(self.folder).make_directory("")
+            self._journal = self._locked()
+            if not self._go_on():
+                self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        # An interrupt, like a kill, may be followed by another attempt.
+        if error is None or isinstance(error, Exception):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._journal)
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier attempt has left something to go on from."""
+        return bool(self.entries)
+
+    def _locked(self) -> int:
+        path = self.folder / _JOURNAL
+        while True:
+            fd = above_stdio(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666))
+            try:
+                _lock(fd, self.folder)
+                if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                    return fd
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # removed by whoever held it until now
+            LocalStore(self.folder).make_directory("")
+
+    def _go_on(self) -> bool:
+        """Take the notes of an earlier attempt at the same."""
+        with os.fdopen(os.dup(self._journal), "rb") as file:
+            file.seek(0)
+            data = file.read()
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        try:
+            head, *entries = [json.loads(line) for line in lines]
+            if head["convert"] != self._identity:
+                return False
+            self.save_id = head["save_id"]
+        except (ValueError, KeyError, TypeError):
+            return False
+        if len(data) > sum(len(line) + 1 for line in lines):
+            os.ftruncate(self._journal, data.rfind(b"\n") + 1)  # a line that was cut short
+        self.entries = entries
+        return True
+
+    def _begin(self) -> None:
+        """Forget what there was."""
+        os.ftruncate(self._journal, 0)
+        if self.made.is_dir():
+            shutil.rmtree(self.made)
+        else:
+            self.made.unlink(missing_ok=True)
+        self.note({"convert": self._identity, "save_id": self.save_id})
+        LocalStore(self.folder).sync_directory()
+
+    def note(self, entry: dict[str, Any]) -> None:
+        """Add to the journal; durable on return."""
+        os.write(self._journal, json.dumps(entry).encode() + b"\n")
+        sync_fd(self._journal)
+
+    def publish(self) -> None:
+        """Move the result, which is whole, to its destination, in one step."""
+        destination = self.destination
+        with storage_errors(f"moving the result to {destination}"):
+            _sync_directories(self.made)
+            check_free(destination, overwrite=self.overwrite)
+            if self.made.is_dir():
+                self._move_directory()
+            else:
+                self._move_file()
+            LocalStore(destination.parent).sync_directory()
+
+    def _move_file(self) -> None:
+        destination = self.destination
+        if self.overwrite and not destination.is_dir():
+            os.replace(self.made, destination)
+            return
+        if destination.is_dir():
+            destination.rmdir()  # empty
+        try:
+            os.link(self.made, destination)  # unlike a rename, replaces nothing
+        except OSError as error:
+            if error.errno == errno.EEXIST:
+                raise _appeared(destination) from error
+            os.rename(self.made, destination)
+
+    def _move_directory(self) -> None:
+        destination = self.destination
+        try:
+            os.rename(self.made, destination)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise
+            if not self.overwrite:
+                raise _appeared(destination) from error
+        if not _exchange(self.made, destination):
+            # Two steps, and for a moment there is neither; the old one is in our folder then.
+            old = self.folder / "replaced"
+            os.rename(destination, old)
+            try:
+                os.rename(self.made, destination)
+            except OSError:
+                os.rename(old, destination)
+                raise
+
+
+def _appeared(destination: Path) -> CheckpointExistsError:
+    return CheckpointExistsError(f"{destination} was made by somebody else meanwhile")
+
+
+def _lock(fd: int, folder: Path) -> None:
+    """Hold a file as long as this process lives."""
+    if sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise StorageError(
+                f"another convert is at work in {folder}; wait for it, or choose another "
+                "destination"
+            ) from error
+        # A file system without locks: who runs two converts to one place has been warned here.
+
+
+def _sync_directories(path: Path) -> None:
+    if path.is_dir():
+        for folder, _, _ in os.walk(path):
+            LocalStore(folder).sync_directory()
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two names in one step; False where that cannot be done."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here = -100
+    return call is not None and (
+        call(here, os.fsencode(a), here, os.fsencode(b), ctypes.c_uint(_EXCHANGE)) == 0
+    )
+
+
+def fingerprint(path: Path) -> list[tuple[str, int, int]]:
+    """What tells a source that was changed meanwhile: its files, their sizes and times."""
+    found = []
+    entries = [path] if path.is_file() else sorted(path.rglob("*"))
+    for entry in entries:
+        with contextlib.suppress(OSError):
+            stat = entry.stat()
+            if entry.is_file():
+                name = entry.relative_to(path).as_posix()
+                found.append((name, stat.st_size, stat.st_mtime_ns))
+    return found

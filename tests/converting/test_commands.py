@@ -1,0 +1,108 @@
+"""`shardkeep convert` and `shardkeep diff`: what they print, and how they end."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import shardkeep
+from shardkeep.cli.commands import cli
+from shardkeep.cli.conversions import parse_size
+
+
+def run(code, *args):
+    done = CliRunner().invoke(cli, [str(arg) for arg in args])
+    assert done.exit_code == code, done.output
+    assert "Traceback" not in done.stderr
+    return done
+
+
+@pytest.fixture
+def source(tmp_path):
+    state = {"model": {"q": np.ones((4, 2)), "k": np.zeros((4, 2)), "n": np.ones(3, "f4")}}
+    shardkeep.save({**state, "step": 5}, tmp_path / "a", no_dist=True)
+    return tmp_path / "a"
+
+
+def test_convert_says_what_it_did(source, tmp_path):
+    done = run(0, "convert", source, tmp_path / "b", "--cast", "f32=bf16")
+    assert "b: 3 tensors, 1 value, 134 B in 3 files as native" in done.stdout
+    done = run(0, "convert", source, tmp_path / "c", "--json", "--select", "model")
+    found = json.loads(done.stdout)
+    assert [row["name"] for row in found["names"]] == ["model.q", "model.k", "model.n"]
+    assert found["digest"] == shardkeep.open(tmp_path / "c").digest
+
+
+def test_a_dry_run_is_a_table(source, tmp_path):
+    done = run(
+        0,
+        *("convert", source, tmp_path / "b", "--dry-run", "--rename", r"^model\.="),
+        *("--rule", "fuse q, k = qk @ 0", "--cast", "f64=f32"),
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if line]
+    assert lines[0] == ["from", "to", "shape", "dtype", "size"]
+    table = [" ".join(line) for line in lines[1:]]
+    assert "model.q, model.k qk 8x2 float64 -> float32 64 B" in table
+    assert "step step value" in table
+    assert "would be written as native" in table[-1]
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("ending", ["json", "toml"])
+def test_names_may_come_from_a_file(source, tmp_path, ending):
+    file = tmp_path / f"names.{ending}"
+    names = {"model.q": "x.y", "step": "at"}
+    lines = [f'"{old}" = "{new}"' for old, new in names.items()]
+    file.write_text(json.dumps(names) if ending == "json" else "\n".join(lines))
+    run(0, "convert", source, tmp_path / "b", "--mapping", file)
+    assert sorted(shardkeep.open(tmp_path / "b")) == ["at", "model.k", "model.n", "x.y"]
+    file.write_text("{" if ending == "json" else "=")
+    assert "names." in run(2, "convert", source, tmp_path / "c", "--mapping", file).stderr
+
+
+def test_mistakes_are_listed(source, tmp_path):
+    done = run(
+        2,
+        *("convert", source, tmp_path / "b", "--select", "x*", "--exclude", "y*", "--rule"),
+        "stack e.# = e @ 0",
+    )
+    for text in ("select x*", "exclude y*", "stack e.# = e @ 0", "Nothing was written"):
+        assert text in done.stderr
+    assert "is not a rule" in run(2, "convert", source, tmp_path / "b", "--rule", "x").stderr
+    assert "no checkpoint" in run(2, "convert", tmp_path / "no", tmp_path / "b").stderr
+    done = run(2, "convert", source, tmp_path / "b", "--max-shard-size", "huge")
+    assert "is not a size" in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_diff_ends_as_diff_does(source, tmp_path):
+    run(0, "convert", source, tmp_path / "b")
+    assert "the same: 4 names" in run(0, "diff", source, tmp_path / "b").stdout
+    state = shardkeep.open(source).state_dict()
+    state["model"]["q"][0, 0] = 3
+    state["step"] = 6
+    shardkeep.save(state, tmp_path / "c", no_dist=True)
+    done = run(1, "diff", source, tmp_path / "c")
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines() if line]
+    assert lines[0] == "name differs in a b changed largest"
+    assert "model.q values 4x2 float64 4x2 float64 1 of 8 (12.50%) 2" in lines
+    assert "step values 5 6" in lines
+    assert "2 of 4 names differ" in lines[-1]
+    found = json.loads(run(1, "diff", source, tmp_path / "c", "--json").stdout)
+    assert found["differences"][0]["changed"] == 1
+    assert run(1, "diff", source, tmp_path / "c", "step").exit_code == 1
+    assert run(0, "diff", source, tmp_path / "c", "model.n").exit_code == 0
+    run(0, "diff", source, tmp_path / "c", "--atol", "2")
+    assert "no checkpoint" in run(2, "diff", source, tmp_path / "no").stderr
+    assert "matches" in run(2, "diff", source, tmp_path / "c", "zz").stderr
+    (data,) = (tmp_path / "c/data").glob("*-r*.safetensors")
+    data.write_bytes(data.read_bytes()[:-4096])
+    run(2, "diff", source, tmp_path / "c")
+
+
+def test_sizes():
+    assert parse_size("5GB") == 5 * 10**9
+    assert parse_size("1.5 KiB") == 1536
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size("5 apples")

@@ -1,0 +1,492 @@
+"""`convert`: whole or absent, whatever happens, and what it makes is what was asked for."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import zlib
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardkeep
+import shardkeep.foreign.writing as writing
+from shardkeep.converting import driver
+from shardkeep.converting.target import TARGETS
+from shardkeep.foreign.layout import Elements, Late, Literal, OutFile
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals, flock")
+
+
+def state_of(size=64):
+    rng = np.random.default_rng(7)
+
+    def some(*shape):
+        return rng.standard_normal(shape).astype(np.float32)
+
+    tied = some(size, 5)
+    return {
+        "model": {
+            **{f"l.{i}.{n}": some(size, 8) for i in range(3) for n in "qkv"},
+            "emb": tied,
+            "head": tied,
+            "empty": np.zeros((0, 3), np.float16),
+        },
+        "optimizer": [{"lr": 1e-3, "m": some(7)}, {"lr": 2e-3, "m": some(7)}],
+        "step": 12,
+        "scalar": np.array(2.5, np.float64),
+        "half": some(33).astype(ml_dtypes.bfloat16),
+    }
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "source"
+    shardkeep.save(state_of(), path, no_dist=True, user_metadata={"loss": 0.5})
+    return path
+
+
+def same(a, b):
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    return a == b
+
+
+def left_in(path):
+    return sorted(entry.name for entry in path.iterdir())
+
+
+# --- to our own format
+
+
+def test_a_checkpoint_stays_what_it_is(source, tmp_path):
+    result = shardkeep.convert(source, tmp_path / "made")
+    with shardkeep.open(tmp_path / "made") as made:
+        assert made.verify().ok
+        assert made.digest == result.digest
+        assert same(made.state_dict(), shardkeep.open(source).state_dict())
+        assert made.user_metadata == {"loss": 0.5}
+        assert made.nbytes == result.nbytes == shardkeep.open(source).nbytes
+        state = made.state_dict()
+        assert state["model"]["emb"] is state["model"]["head"]  # the tie is one
+    assert left_in(tmp_path) == ["made", "source"]
+    target = state_of()
+    target["model"]["l.0.q"][:] = 0
+    shardkeep.load(target, tmp_path / "made", no_dist=True)
+    assert same(target, state_of())
+
+
+def test_names_types_and_shapes_change(source, tmp_path):
+    result = shardkeep.convert(
+        source,
+        tmp_path / "made",
+        exclude=["optimizer", "*.empty"],
+        rename=[r"^model\.="],
+        mapping={"half": "rest.half"},
+        rules=["fuse l.*.q, l.*.k, l.*.v = l.*.qkv @ 0/2", "stack l.#.qkv = qkv @ 1"],
+        cast=["qkv:f32=bf16"],
+    )
+    state = state_of()
+    groups = [
+        np.concatenate(
+            [
+                state["model"][f"l.{i}.{n}"][half * 32 : half * 32 + 32]
+                for half in range(2)
+                for n in "qkv"
+            ]
+        )
+        for i in range(3)
+    ]
+    with shardkeep.open(tmp_path / "made") as made:
+        assert made.verify().ok
+        assert sorted(made) == ["emb", "head", "qkv", "rest.half", "scalar", "step"]
+        wanted = np.stack(groups, 1).astype(ml_dtypes.bfloat16)
+        assert same(made["qkv"].numpy(), wanted)
+        assert same(made["emb"].numpy(), state["model"]["emb"])
+        assert same(made["rest.half"].numpy(), state["half"])
+        assert made["step"] == 12
+    row = next(row for row in result.rows if row.name == "qkv")
+    assert (row.old_dtype, row.dtype, len(row.old)) == ("float32", "bfloat16", 9)
+
+
+def test_files_are_as_large_as_asked(source, tmp_path):
+    few = shardkeep.convert(source, tmp_path / "one")
+    cut = shardkeep.convert(source, tmp_path / "many", max_shard_size=4096)
+    assert len([name for name in few.files if "-r" in name]) == 1
+    assert len([name for name in cut.files if "-r" in name]) > 4
+    assert same(shardkeep.open(tmp_path / "many").state_dict(), state_of())
+    parts = shardkeep.convert(source, tmp_path / "three", shards=3)
+    assert 3 <= len([name for name in parts.files if "-r" in name]) <= 4
+
+
+def test_a_dry_run_writes_nothing(source, tmp_path):
+    result = shardkeep.convert(source, tmp_path / "made", rename=["model=m"], dry_run=True)
+    assert result.dry_run
+    assert "m.l.0.q" in [row.name for row in result.rows]
+    assert [row.tie for row in result.rows if row.name == "m.head"] == ["m.emb"]
+    assert left_in(tmp_path) == ["source"]
+
+
+def test_progress_ends_with_everything(source, tmp_path):
+    seen = []
+    shardkeep.convert(source, tmp_path / "made", progress=lambda *at: seen.append(at))
+    assert seen[-1][0] == seen[-1][1] >= shardkeep.open(source).nbytes
+
+
+# --- what is refused
+
+
+def test_mistakes_are_all_listed_and_nothing_is_written(source, tmp_path):
+    with pytest.raises(shardkeep.PlanError) as caught:
+        shardkeep.convert(
+            source,
+            tmp_path / "made",
+            select=["nothing.*", "model"],
+            rename=["absent=x", r"l\.\d\.q=model.emb"],
+            rules=["stack *.nope.# = *.n @ 0"],
+            cast=["f64=f16"],
+        )
+    text = str(caught.value)
+    for part in ("nothing.*", "absent", "model.l.0.q and model.l.1.q", "nope", "float64"):
+        assert part in text
+    assert left_in(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"to": "nonsense"}, ValueError, "use one of native, hf"),
+        ({"to": "torch-save", "shards": 2}, ValueError, "makes one file"),
+        ({"to": "hf", "options": {"x": 1}}, ValueError, "it has single_file, stem, values"),
+        ({"options": {"x": 1}}, ValueError, "it has none"),
+        ({"memory_budget": 1 << 20}, ValueError, "at least"),
+        ({"rules": ["fuse a"]}, ValueError, "is not a rule"),
+        ({"select": "model"}, TypeError, "give a list"),
+    ],
+)
+def test_options_that_make_no_sense(source, tmp_path, options, error, said):
+    with pytest.raises(error, match=said):
+        shardkeep.convert(source, tmp_path / "made", **options)
+    assert left_in(tmp_path) == ["source"]
+
+
+def test_what_is_there_is_not_replaced_unless_asked(source, tmp_path):
+    made = tmp_path / "made"
+    shardkeep.convert(source, made, select=["step"])
+    with pytest.raises(shardkeep.CheckpointExistsError, match="overwrite=True"):
+        shardkeep.convert(source, made)
+    shardkeep.convert(source, made, overwrite=True)
+    assert same(shardkeep.open(made).state_dict(), state_of())
+    shardkeep.convert(made, made, select=["step"], overwrite=True)  # onto itself
+    assert list(shardkeep.open(made)) == ["step"]
+    (made / "thesis.txt").write_text("mine")
+    with pytest.raises(shardkeep.CheckpointExistsError, match=r"thesis\.txt"):
+        shardkeep.convert(source, made, overwrite=True)
+    with pytest.raises(shardkeep.CheckpointExistsError, match="lie in each other"):
+        shardkeep.convert(source, source / "inside")
+    (tmp_path / "empty").mkdir()
+    shardkeep.convert(source, tmp_path / "empty")
+    assert left_in(tmp_path) == ["empty", "made", "source"]
+
+
+@pytest.mark.parametrize("where", [0.3, 0.9])
+def test_a_damaged_source_leaves_nothing(source, tmp_path, where):
+    (data,) = (source / "data").glob("*-r00000-0.safetensors")
+    raw = bytearray(data.read_bytes())
+    raw[int(len(raw) * where)] ^= 1
+    data.chmod(0o644)
+    data.write_bytes(raw)
+    with pytest.raises(shardkeep.CorruptionError):
+        shardkeep.convert(source, tmp_path / "made")
+    assert left_in(tmp_path) == ["source"]
+
+
+def test_a_disk_that_is_too_small_is_known_before(source, tmp_path, monkeypatch):
+    small = SimpleNamespace(free=10)
+    monkeypatch.setattr(driver.shutil, "disk_usage", lambda path: small)
+    with pytest.raises(shardkeep.StorageError, match="10 are free") as caught:
+        shardkeep.convert(source, tmp_path / "made")
+    assert caught.value.errno == errno.ENOSPC
+    assert left_in(tmp_path) == ["source"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except OSError:
+        pytest.skip("no mount")
+    if done.returncode:
+        pytest.skip("not allowed to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("to", ["native", "toy"])
+def test_a_disk_that_gets_full_leaves_nothing(tmp_path, small_disk, monkeypatch, to):
+    shardkeep.save({"x": np.zeros(1 << 20)}, tmp_path / "source", no_dist=True)
+    monkeypatch.setattr(driver, "_check_room", lambda place, nbytes: None)
+    monkeypatch.setitem(TARGETS, "toy", TOY)
+    with pytest.raises(shardkeep.StorageError, match="No space left") as caught:
+        shardkeep.convert(tmp_path / "source", small_disk / "made", to=to)
+    assert caught.value.errno == errno.ENOSPC
+    assert left_in(small_disk) == []
+
+
+# --- to a format that lays its files out
+
+
+def lay_out(outline, **options):
+    """A toy: a file of odd offsets with checksums before and after, and one without elements."""
+    tensors = list({id(t): t for t in outline.tensors.values() if t.nbytes}.values())
+    head = "\n".join(f"{t.name} {t.dtype} {t.shape}" for t in tensors).encode()
+    segments = [Literal(0, head + b"!")]
+    at = len(head) + 1
+    late = Late(at + 2, 4 * len(tensors), lambda crc: sums(crc))
+    segments.append(late)
+    at += 2 + late.nbytes
+    parts = []
+    for tensor in tensors:
+        at += 3  # a hole, and nothing is aligned
+        rows = tensor.shape[0] if tensor.shape else 1
+        cuts = [(0, rows // 2), (rows // 2, rows)] if rows > 1 else [(0, rows)]
+        for low, high in cuts:
+            offsets = (low, *(0,) * (len(tensor.shape) - 1)) if tensor.shape else ()
+            sizes = (high - low, *tensor.shape[1:]) if tensor.shape else ()
+            parts.append(Elements(at, tensor, offsets, sizes, checked=low == 0))
+            segments.append(parts[-1])
+            at += parts[-1].nbytes
+    checked = [part for part in parts if part.checked]
+
+    def sums(crc):
+        return b"".join(crc(part).to_bytes(4, "little") for part in checked)
+
+    note = Literal(0, repr(sorted(outline.values.items())).encode())
+    return [
+        OutFile("deep/data.toy", at + 5, segments),
+        OutFile("values.txt", note.nbytes, [note]),
+    ]
+
+
+TOY = SimpleNamespace(options=frozenset(), size="", lay_out=lay_out)
+
+
+def check_toy(path, state):
+    """Every byte of it, from the state and the layout."""
+    raw = (path / "deep/data.toy").read_bytes()
+    with shardkeep.open(state) as ckpt:
+        arrays = {name: ckpt[name] for name in ckpt if hasattr(ckpt[name], "numpy")}
+        arrays = {name: view.numpy() for name, view in arrays.items()}
+    head, _, _ = raw.partition(b"!")
+    lines = [line.split(b" ")[0].decode() for line in head.split(b"\n")]
+    at = len(head) + 1
+    assert raw[at : at + 2] == bytes(2)
+    sums = np.frombuffer(raw, "<u4", len(lines), at + 2)
+    at += 2 + 4 * len(lines)
+    for name, crc in zip(lines, sums, strict=True):
+        assert raw[at : at + 3] == bytes(3)
+        at += 3
+        data = arrays[name].tobytes()
+        assert raw[at : at + len(data)] == data, name
+        array = arrays[name]
+        half = array[: len(array) // 2] if array.ndim and len(array) > 1 else array
+        assert zlib.crc32(half.tobytes()) == crc
+        at += len(data)
+    assert raw[at:] == bytes(5)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    monkeypatch.setitem(TARGETS, "toy", TOY)
+
+
+@pytest.mark.usefixtures("toy")
+def test_laid_out_files_are_written_byte_by_byte(source, tmp_path):
+    result = shardkeep.convert(source, tmp_path / "made", to="toy")
+    check_toy(tmp_path / "made", source)
+    assert result.files["deep/data.toy"] == (tmp_path / "made/deep/data.toy").stat().st_size
+    assert "('step', 12)" in (tmp_path / "made/values.txt").read_text()
+    assert left_in(tmp_path) == ["made", "source"]
+
+
+@pytest.mark.usefixtures("toy")
+def test_windows_may_cut_files_anywhere(tmp_path):
+    state = {f"t{i}": np.arange(i * 401 + 1.0) for i in range(12)}
+    state["c"] = (np.arange(3000) * (1 + 2j)).reshape(-1, 3)
+    shardkeep.save(state, tmp_path / "source", no_dist=True)
+    for window in (4096, 12288):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(writing, "WINDOW", window)
+            patch.setattr(writing, "NOTE_EVERY", 3 * window)
+            shardkeep.convert(tmp_path / "source", tmp_path / f"made{window}", to="toy")
+        check_toy(tmp_path / f"made{window}", tmp_path / "source")
+
+
+@given(st.data())
+@settings(max_examples=30)
+def test_any_stretch_of_a_file_can_be_filled(data):
+    from shardkeep.dtypes import lookup
+    from shardkeep.foreign.filling import Filling
+    from shardkeep.foreign.layout import Outline, OutTensor
+
+    arrays = {
+        "a": np.arange(60, dtype="<u8").reshape(4, 5, 3),
+        "b": np.arange(7, dtype="<u2"),
+        "c": (np.arange(5) * (1 + 1j)).astype("<c16"),
+        "d": np.array(3, "<u4"),
+    }
+    dtypes = {"a": "uint64", "b": "uint16", "c": "complex128", "d": "uint32"}
+    tensors = {n: OutTensor(n, dtypes[n], a.shape) for n, a in arrays.items()}
+    file = lay_out(Outline(None, tensors, {}))[0]
+
+    def read(wishes):
+        for wish in wishes:
+            box = tuple(slice(o, o + s) for o, s in zip(wish.offsets, wish.sizes, strict=True))
+            part = np.ascontiguousarray(arrays[wish.tensor.name][box])
+            wish.place[...] = part.reshape(wish.sizes).view(lookup(wish.tensor.dtype).bits())
+
+    filling = Filling(file.segments, read)
+    whole = np.full(file.size, 7, np.uint8)
+    filling.fill(0, file.size, whole)
+    for segment in file.segments:
+        if isinstance(segment, Elements):
+            box = tuple(
+                slice(o, o + s) for o, s in zip(segment.offsets, segment.sizes, strict=True)
+            )
+            stored = whole[segment.start : segment.start + segment.nbytes].tobytes()
+            assert stored == arrays[segment.tensor.name][box].tobytes()
+    low = data.draw(st.integers(0, file.size - 1))
+    high = data.draw(st.integers(low + 1, file.size))
+    part = np.full(high - low, 9, np.uint8)
+    filling.fill(low, high, part)
+    assert part.tobytes() == whole[low:high].tobytes()
+
+
+# --- killed, and gone on with
+
+KILLED = """
+import os, signal, sys
+import shardkeep
+import shardkeep.foreign.writing as writing
+from shardkeep.converting.target import TARGETS
+sys.path.insert(0, {tests!r})
+import test_convert
+TARGETS["toy"] = test_convert.TOY
+writing.WINDOW, writing.NOTE_EVERY = 1 << 20, 2 << 20
+
+def progress(done, total):
+    if done >= {when} * total:
+        os.kill(os.getpid(), signal.{how})
+
+shardkeep.convert({source!r}, {made!r}, to={to!r}, max_shard_size={size!r}, progress=progress)
+"""
+
+
+def run_killed(source, made, to, when, how="SIGKILL"):
+    size = (2 << 20) if to == "native" else None
+    program = textwrap.dedent(KILLED).format(
+        tests=os.path.dirname(__file__),
+        source=str(source),
+        made=str(made),
+        to=to,
+        when=when,
+        size=size,
+        how=how,
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.fixture
+def large(tmp_path):
+    rng = np.random.default_rng(1)
+    state = {f"t{i}": rng.standard_normal(1 << 17) for i in range(12)}
+    path = tmp_path / "source"
+    shardkeep.save(state, path, no_dist=True)
+    return path
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("to", ["native", "toy"])
+def test_a_killed_convert_is_gone_on_with(large, tmp_path, to, monkeypatch):
+    made, begun = tmp_path / "made", tmp_path / "made.converting"
+    done = run_killed(large, made, to, 0.7)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not made.exists()
+    journal = (begun / "journal").read_bytes()
+    assert journal.count(b"\n") > 2
+    (begun / "journal").write_bytes(journal + b'{"file": "cut sho')
+    files = {p: p.stat().st_ino for p in begun.rglob("*.safetensors")}
+    monkeypatch.setattr(writing, "WINDOW", 1 << 20)
+    seen = []
+    options = {"max_shard_size": 2 << 20} if to == "native" else {}
+    result = shardkeep.convert(large, made, to=to, **options, progress=lambda *at: seen.append(at))
+    assert result.resumed
+    assert seen[0][0] > 1 << 20  # what was there counts, at once
+    if to == "native":
+        assert shardkeep.verify(made).ok
+        assert same(shardkeep.open(made).state_dict(), shardkeep.open(large).state_dict())
+        kept = {p.stat().st_ino for p in made.rglob("*.safetensors")} & set(files.values())
+        assert len(kept) >= 3
+    else:
+        check_toy(made, large)
+    assert left_in(tmp_path) == ["made", "source"]
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("change", ["arguments", "source"])
+def test_another_convert_begins_anew(large, tmp_path, change):
+    made = tmp_path / "made"
+    assert run_killed(large, made, "toy", 0.7).returncode == -signal.SIGKILL
+    options = {}
+    if change == "arguments":
+        options["exclude"] = ["t1"]
+    else:
+        state = shardkeep.open(large).state_dict()
+        state["t0"] += 1
+        shardkeep.save(state, large, no_dist=True, overwrite=True)
+    result = shardkeep.convert(large, made, to="toy", **options)
+    assert not result.resumed
+    check_toy(made, large)
+
+
+def test_an_interrupted_convert_can_be_gone_on_with(large, tmp_path):
+    done = run_killed(large, tmp_path / "made", "native", 0.7, how="SIGINT")
+    assert "KeyboardInterrupt" in done.stderr
+    assert left_in(tmp_path) == ["made.converting", "source"]
+    assert shardkeep.convert(large, tmp_path / "made", max_shard_size=2 << 20).resumed
+
+
+def test_two_converts_to_one_place(source, tmp_path):
+    made = tmp_path / "made"
+
+    def again(done, total):
+        with pytest.raises(shardkeep.StorageError, match="another convert is at work"):
+            shardkeep.convert(source, made)
+
+    shardkeep.convert(source, made, progress=again)
+    assert same(shardkeep.open(made).state_dict(), state_of())
+
+
+def test_an_error_in_the_middle_leaves_nothing(large, tmp_path):
+    def fail(done, total):
+        if done > total // 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        shardkeep.convert(large, tmp_path / "made", progress=fail)
+    assert left_in(tmp_path) == ["source"]

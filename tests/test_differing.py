@@ -1,0 +1,149 @@
+"""`diff`: what differs is found, and what is equal is not read twice."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardkeep
+from shardkeep.comparing import Tolerance, compare
+from shardkeep.dtypes import lookup
+
+
+def saved(path, state):
+    shardkeep.save(state, path, no_dist=True)
+    return path
+
+
+def base():
+    rng = np.random.default_rng(3)
+    return {
+        "a": rng.standard_normal((40, 30)).astype(np.float32),
+        "b": np.arange(100),
+        "n": np.array([np.nan, 0.0, np.inf]),
+        "z": np.zeros(0),
+        "step": 3,
+        "lr": 0.1,
+    }
+
+
+def test_a_copy_is_the_same_and_is_not_read(tmp_path):
+    a, b = saved(tmp_path / "a", base()), saved(tmp_path / "b", base())
+    report = shardkeep.diff(a, b)
+    assert report.same
+    assert report.names == 6
+    assert report.known_bytes == report.nbytes > 0
+
+
+def test_every_kind_of_difference(tmp_path):
+    state = base()
+    state["a"] = state["a"].copy()
+    state["a"][3, 4] += 0.5
+    state["a"][39, 29] -= 0.25
+    state["b"] = state["b"].astype(np.int32)
+    state["n"] = np.array([np.nan, -0.0, np.inf])
+    state["z"] = np.zeros((0, 2))
+    state["step"] = np.zeros(3)
+    state["lr"] = 0.2
+    del state["z"]
+    state["new"] = "text"
+    report = shardkeep.diff(saved(tmp_path / "a", base()), saved(tmp_path / "b", state))
+    found = {one.name: one for one in report.differences}
+    kinds = {name: one.kind for name, one in found.items()}
+    assert kinds == {
+        "a": "values",
+        "b": "dtype",
+        "n": "values",
+        "z": "only in a",
+        "step": "kind",
+        "lr": "values",
+        "new": "only in b",
+    }
+    assert (found["a"].changed, found["a"].elements) == (2, 1200)
+    assert found["a"].max_abs == pytest.approx(0.5)
+    assert found["b"].changed == 0
+    assert (found["n"].changed, found["n"].max_abs) == (1, 0.0)
+    assert (found["lr"].a, found["lr"].b) == ("0.1", "0.2")
+    assert found["new"].b == "'text'"
+    assert not report.same
+    only = shardkeep.diff(tmp_path / "a", tmp_path / "b", keys=["n", "lr"])
+    assert [one.name for one in only.differences] == ["n", "lr"]
+    with pytest.raises(ValueError, match="matches 'no'"):
+        shardkeep.diff(tmp_path / "a", tmp_path / "b", keys=["no"])
+
+
+def test_shapes_differ(tmp_path):
+    a, b = saved(tmp_path / "a", {"x": np.zeros(3)}), saved(tmp_path / "b", {"x": np.zeros((3, 1))})
+    (one,) = shardkeep.diff(a, b).differences
+    assert (one.kind, one.a, one.b) == ("shape", "3 float64", "3x1 float64")
+
+
+def test_what_is_near_enough(tmp_path):
+    state = base()
+    a = saved(tmp_path / "a", state)
+    state["a"] = state["a"] + np.float32(1e-3)
+    state["lr"] = 0.1001
+    state["n"] = np.array([np.nan, -0.0, np.inf])
+    b = saved(tmp_path / "b", state)
+    assert len(shardkeep.diff(a, b).differences) == 3
+    assert shardkeep.diff(a, b, atol=2e-3).same
+    assert not shardkeep.diff(a, b, atol=1e-4).same
+
+
+def test_differently_cut_tensors_are_compared_within_the_budget(tmp_path):
+    state = {"x": np.arange(1 << 20, dtype=np.float64).reshape(1024, 1024)}
+    a = saved(tmp_path / "a", state)
+    b = tmp_path / "b"
+
+    def part(ranks):
+        rows = slice(ranks.rank * 512, ranks.rank * 512 + 512)
+        piece = state["x"][rows].copy()
+        if ranks.rank:
+            piece[-1, -1] = -1
+        held = shardkeep.ShardedArray.from_local(piece, (rows.start, 0), (1024, 1024))
+        shardkeep.save({"x": held}, b, process_group=ranks)
+
+    shardkeep.ThreadRanks(2).run(part)
+    report = shardkeep.diff(a, b, memory_budget=16 << 20)
+    (one,) = report.differences
+    assert (one.changed, one.max_abs) == (1, float((1 << 20) - 1 + 1))
+    assert report.known_bytes == 0
+    # Chunk by chunk, only the one that differs is read.
+    c = tmp_path / "c"
+
+    def other(ranks):
+        rows = slice(ranks.rank * 512, ranks.rank * 512 + 512)
+        held = shardkeep.ShardedArray.from_local(
+            state["x"][rows].copy(), (rows.start, 0), (1024, 1024)
+        )
+        shardkeep.save({"x": held}, c, process_group=ranks)
+
+    shardkeep.ThreadRanks(2).run(other)
+    report = shardkeep.diff(b, c)
+    assert report.differences[0].changed == 1
+    assert report.known_bytes == report.nbytes // 2
+
+
+DTYPES = ["float32", "float64", "int64", "bfloat16", "uint8", "bool", "complex128", "float8_e4m3fn"]
+
+
+@given(st.sampled_from(DTYPES), st.binary(min_size=64, max_size=64), st.binary(min_size=64))
+def test_bits_decide(name, left, right):
+    dtype = lookup(name)
+    a = np.frombuffer(left, dtype.bits())
+    b = np.frombuffer((right * 2)[:64], dtype.bits())
+    found = compare(a, b, (dtype, dtype), Tolerance())
+    item = dtype.itemsize
+    wanted = sum(left[i : i + item] != (right * 2)[i : i + item] for i in range(0, 64, item))
+    assert found.changed == wanted
+    assert compare(a, a, (dtype, dtype), Tolerance()).changed == 0
+
+
+def test_a_damaged_checkpoint_is_trouble(tmp_path):
+    a, b = saved(tmp_path / "a", base()), saved(tmp_path / "b", {**base(), "a": np.zeros((40, 30))})
+    (data,) = (b / "data").glob("*-r00000-0.safetensors")
+    raw = bytearray(data.read_bytes())
+    raw[4096 + 100] ^= 1
+    data.write_bytes(raw)
+    with pytest.raises(shardkeep.CorruptionError):
+        shardkeep.diff(a, b)
