@@ -18,6 +18,7 @@ from shardkeep.engine import budget as engine
 from shardkeep.engine.budget import (
     MINIMUM_BUDGET,
     BufferPool,
+    Spares,
     available_memory,
     checked_budget,
     default_budget,
@@ -128,3 +129,16 @@ def test_an_interrupt_leaves_nothing_that_another_save_waits_for(tmp_path, monke
             shardkeep.save(state, tmp_path / str(attempt))
     shardkeep.save(state, tmp_path / "last")
     assert shardkeep.verify(tmp_path / "last").ok
+
+
+def test_spare_buffers_are_used_again():
+    spares = Spares()
+    first = BufferPool(8 << 20, 1, 4096, 1 << 20, spares=spares)
+    taken = first.take()
+    taken[:] = 1
+    first.give(taken)
+    first.close()
+    again = BufferPool(8 << 20, 1, 4096, 1 << 20, spares=spares).take()
+    assert again is taken
+    other = BufferPool(8 << 20, 1, 4096, 2 << 20, spares=spares).take()
+    assert len(other) == 2 << 20

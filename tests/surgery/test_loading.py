@@ -115,6 +115,6 @@ def test_torch_tensors_and_ties_are_filled(saved):
     np.testing.assert_array_equal(target["model"]["2.qkv"], wanted(state)["model"]["2.qkv"])
     tied = torch.zeros(8, 6, dtype=torch.float64)
     twice = {"net": {"a": tied, "b": tied}}
+    renamed = Surgery(mapping={"net.0.q": "net.a", "net.0.k": "net.b"})
     with pytest.raises(shardkeep.MismatchError, match="shares memory"):
-        renamed = Surgery(mapping={"net.0.q": "net.a", "net.0.k": "net.b"})
         shardkeep.load(twice, path, no_dist=True, strict=False, surgery=renamed)

@@ -12,6 +12,7 @@ from shardkeep import values
 from shardkeep.arrays import HostSink
 from shardkeep.checkpoint import Checkpoint
 from shardkeep.dtypes import lookup
+from shardkeep.engine.budget import Spares
 from shardkeep.foreign.filling import Wish
 from shardkeep.foreign.layout import Outline, OutTensor
 from shardkeep.structure import Structure
@@ -61,6 +62,7 @@ class Contents:
         self.values = [n for n in structure.names if n not in operated.tensors]
         """Names of plain values, in the order of the state."""
         reader: Any = checkpoint._reader
+        reader.spares = Spares()
         self.view = View(operated.tensors, checkpoint._state, reader.read_tensors)
 
     @cached_property

@@ -22,6 +22,7 @@ __all__ = [
     "DIGESTING",
     "MINIMUM_BUDGET",
     "BufferPool",
+    "Spares",
     "default_budget",
     "io_threads",
     "usable_cores",
@@ -104,6 +105,28 @@ def checked_budget(memory_budget: int | None, ranks_on_host: int = 1) -> int:
     return memory_budget
 
 
+class Spares:
+    """Buffers that outlive their pool, for the next one: fresh memory is cleared page by page."""
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._lock = threading.Lock()
+
+    def allocate(self, nbytes: int) -> Bytes:
+        """A buffer of this size, from before if there is one."""
+        with self._lock:
+            for at, buffer in enumerate(self._free):
+                if len(buffer) == nbytes:
+                    return self._free.pop(at)
+            self._free.clear()  # of another size: nobody will want them
+        return page_aligned(nbytes)
+
+    def keep(self, buffer: Bytes) -> None:
+        """Take a buffer that nobody uses any more."""
+        with self._lock:
+            self._free.append(buffer)
+
+
 class BufferPool:
     """Buffers of one size, aligned to pages, reused until the pool is closed."""
 
@@ -114,6 +137,7 @@ class BufferPool:
         block: int,
         largest: int = LARGEST_UNIT,
         staging: Staging | None = None,
+        spares: Spares | None = None,
     ) -> None:
         """One buffer for each thread, a whole number of blocks, of `largest` bytes at most.
 
@@ -126,7 +150,10 @@ class BufferPool:
         step = max(block, HUGE_PAGE) if room >= HUGE_PAGE else block
         self.unit = max(block, room // step * step)
         self.staging = staging
+        self._spares = spares if staging is None else None
         self._allocate = page_aligned if staging is None else staging.allocate
+        if self._spares is not None:
+            self._allocate = self._spares.allocate
         self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0
         self._ready = threading.Condition()
@@ -189,5 +216,7 @@ class BufferPool:
             for buffer, done in free:
                 if self.staging is not None:
                     waits.callback(self.staging.release, buffer)
+                if self._spares is not None:
+                    self._spares.keep(buffer)
                 if done is not None:
                     waits.callback(done)

@@ -22,7 +22,7 @@ from shardkeep.columns import Boxes, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.dtypes import lookup
 from shardkeep.engine.blocks import BlockFile, OpenFiles
-from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, regions_of
@@ -67,6 +67,8 @@ class ForeignReader(StorageReader):
         """`options` are the format's own, as in `find`."""
         self.memory_budget = memory_budget
         self.progress = progress
+        self.spares: Spares | None = None
+        """Keeps buffers from one read to the next, for who reads often."""
         self.options = options
         self.checkpoint_id = ""
         self.system = ""
@@ -222,7 +224,7 @@ class ForeignReader(StorageReader):
             direct,
             lambda number: made[number],  # type: ignore[arg-type,return-value]
             block=BLOCK,
-            pool=lambda buffers, most: BufferPool(budget, buffers, BLOCK, most),
+            pool=lambda buffers, most: BufferPool(budget, buffers, BLOCK, most, spares=self.spares),
             threads=io_threads(self.ranks_on_host),
             places=_byte_places(places, regions),
             progress=self.progress,

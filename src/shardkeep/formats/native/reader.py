@@ -17,7 +17,7 @@ from shardkeep.arrays import HostPlaces, Sink, Staging
 from shardkeep.columns import Boxes, Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
-from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
+from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading, wanted_runs
@@ -73,6 +73,8 @@ class NativeReader(StorageReader):
         self.expect_digest = expect_digest
         self.memory_budget = memory_budget
         self.progress = progress
+        self.spares: Spares | None = None
+        """Keeps buffers from one read to the next, for who reads often."""
         self.ranks_on_host = 1
         """How many processes share this machine's cores and memory."""
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
@@ -369,7 +371,9 @@ class NativeReader(StorageReader):
             self._regions(items),
             sink,
             block=block,
-            pool=lambda buffers, most: BufferPool(budget, buffers, block, most, staging),
+            pool=lambda buffers, most: BufferPool(
+                budget, buffers, block, most, staging, self.spares
+            ),
             threads=io_threads(self.ranks_on_host),
             places=places,
             staging=staging,
