@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from benchmarks import raw, rounds, small_tensors, throughput
+from benchmarks import converting, raw, rounds, small_tensors, throughput
 from benchmarks.caches import cached, evict, warm
 from benchmarks.picture import Group, draw
 from benchmarks.report import file_system
@@ -214,3 +214,13 @@ def test_files_for_hugging_face_are_written_and_loaded_by_both(tmp_path, capsys)
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
     seen = json.loads((tmp_path / "out.json").read_text())["numbers"]
     assert seen.keys() == {"rows", "columns"}
+
+
+def test_converting_is_measured(tmp_path, capsys):
+    out = tmp_path / "out.json"
+    arguments = ["--size", "0.002", "--budget", "16", "--repeat", "1", "--dir", str(tmp_path)]
+    converting.main([*arguments, "--json", str(out)])
+    (seen,) = json.loads(out.read_text())["numbers"]["rounds"]
+    assert seen["nbytes"] / seen["seconds"] > 0
+    assert seen["rss"] > 16 << 20
+    assert "to the slower" in capsys.readouterr().out

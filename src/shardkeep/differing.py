@@ -18,7 +18,7 @@ from shardkeep.arrays import HostSink
 from shardkeep.boxes import flat_range_boxes, whole
 from shardkeep.checkpoint import Checkpoint
 from shardkeep.comparing import Found, Tolerance, compare
-from shardkeep.dtypes import DType, lookup
+from shardkeep.dtypes import DType
 from shardkeep.engine.budget import checked_budget, io_threads
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.errors import CheckpointError
@@ -157,6 +157,8 @@ class _Comparison:
         self.batch = max(SMALLEST, budget // 2 // (BATCHES * self.threads))
         self.counter = counter
         self.digests = _comparable_digests(a, b)
+        self.plain = [_encoded(side, names) for side in (a, b)]
+        """The plain values of each side, as they are encoded."""
 
     def report(self) -> DiffReport:
         """Compare everything."""
@@ -186,10 +188,7 @@ class _Comparison:
         tables = self.a._state.tensors, self.b._state.tensors
         rows = [table.row_of.get(name) for table in tables]
         there = [name in side for side in (self.a, self.b)]
-        texts = [
-            _describe(side, name) if has else ""
-            for side, has in zip((self.a, self.b), there, strict=True)
-        ]
+        texts = [self._describe(at, name) if has else "" for at, has in enumerate(there)]
         if not all(there):
             kind = "only in a" if there[0] else "only in b"
             return Difference(name, kind, texts[0], texts[1])
@@ -205,8 +204,16 @@ class _Comparison:
         boxes = [whole(shapes[0])] if count else []
         return _Pair(name, dtypes, shapes[0], count * dtypes[0].itemsize, boxes)
 
+    def _describe(self, at: int, name: str) -> str:
+        tensors = (self.a, self.b)[at]._state.tensors
+        row = tensors.row_of.get(name)
+        if row is None:
+            return _text(_decoded(self.plain[at][name]))
+        shape = "x".join(map(str, tensors.shape(row))) or "scalar"
+        return f"{shape} {tensors.dtype(row).name}"
+
     def _values(self, name: str) -> Difference | None:
-        data = [_encoded(side, name) for side in (self.a, self.b)]
+        data = [side[name] for side in self.plain]
         if data[0] == data[1]:
             return None
         plain = [_decoded(one) for one in data]
@@ -302,19 +309,13 @@ def _difference(pair: _Pair) -> Difference | None:
     return Difference(pair.name, kind, *texts, count, found.changed, found.max_abs)
 
 
-def _describe(side: Checkpoint, name: str) -> str:
-    tensors = side._state.tensors
-    row = tensors.row_of.get(name)
-    if row is None:
-        return _text(_decoded(_encoded(side, name)))
-    shape = "x".join(map(str, tensors.shape(row))) or "scalar"
-    return f"{shape} {lookup(tensors.properties(row).dtype).name}"
-
-
-def _encoded(side: Checkpoint, name: str) -> bytes:
-    found: list[bytes] = []
-    side._reader.read_values([name], lambda _, data: found.append(data))
-    return found[0]
+def _encoded(side: Checkpoint, names: Sequence[str]) -> dict[str, bytes]:
+    """The plain values among these names, read in one go."""
+    known = side._state.values_table.row_of
+    wanted = [name for name in names if name in known]
+    found: dict[str, bytes] = {}
+    side._reader.read_values(wanted, lambda at, data: found.__setitem__(wanted[at], data))
+    return found
 
 
 def _decoded(data: bytes) -> object:

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 import shardkeep
 from shardkeep.cli.commands import cli
 from shardkeep.cli.conversions import parse_size
+from shardkeep.converting.target import TARGETS
 
 
 def run(code, *args):
@@ -99,6 +100,11 @@ def test_diff_ends_as_diff_does(source, tmp_path):
     (data,) = (tmp_path / "c/data").glob("*-r*.safetensors")
     data.write_bytes(data.read_bytes()[:-4096])
     run(2, "diff", source, tmp_path / "c")
+
+
+def test_the_formats_are_those_there_are():
+    (to,) = [param for param in cli.commands["convert"].params if param.name == "to"]
+    assert list(to.type.choices) == list(TARGETS)
 
 
 def test_sizes():

@@ -3,7 +3,7 @@
 
 Nothing is at the destination before the result is whole and durable; then it is moved there in one
 step. A convert that was killed leaves the folder, and the next one with the same arguments goes on
-from its journal; one with others begins anew. Errors leave nothing.
+from its journal; one with others begins anew. Errors leave nothing, but for those that may pass.
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ class Workplace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        # An interrupt, like a kill, may be followed by another attempt.
-        if error is None or isinstance(error, Exception):
+        # An interrupt, like a kill, may be followed by another attempt; so may what may pass.
+        again = not isinstance(error, Exception) or getattr(error, "transient", False)
+        if error is None or not again:
             shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._journal)
 
