@@ -231,18 +231,17 @@ class _Comparison:
             tensors = side._state.tensors
             chunks = reader.index.chunks_of(tensors.stored_row(tensors.row_of[pair.name]))
             sides.append((reader, chunks))
-        (one, mine), (other, yours) = sides
+        (_, mine), (_, yours) = sides
         if len(mine) != len(yours) or not (
             np.array_equal(mine.boxes.offsets, yours.boxes.offsets)
             and np.array_equal(mine.boxes.sizes, yours.boxes.sizes)
         ):
             return
-        digests = zip(
-            one.contents_at(mine.file, mine.start),
-            other.contents_at(yours.file, yours.start),
-            strict=True,
+        here, there = (
+            np.asarray(reader.contents_at(chunks.file, chunks.start)) for reader, chunks in sides
         )
-        pair.boxes = [mine.boxes[row] for row, (x, y) in enumerate(digests) if x != y]
+        differs = (here != there).reshape(len(mine), -1).any(axis=1)
+        pair.boxes = [mine.boxes[row] for row in np.flatnonzero(differs).tolist()]
 
     def _batches(self, pairs: Sequence[_Pair]) -> Iterator[list[_Piece]]:
         """Pieces that are read together: small tensors many at a time, large ones cut."""

@@ -58,7 +58,9 @@ def test_there_and_back(source, tmp_path, to):
     assert shardkeep.verify(back).ok
     for one in (made, back):
         report = shardkeep.diff(wanted, one)
-        left_out = [d for d in report.differences if d.kind != "only in a" or to != "hyper-parallel"]
+        left_out = [
+            d for d in report.differences if d.kind != "only in a" or to != "hyper-parallel"
+        ]
         assert left_out == []
         tensors = [d for d in report.differences if "float" in d.a]
         assert tensors == []
