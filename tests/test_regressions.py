@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -254,6 +255,19 @@ def test_too_many_open_files_is_said_to_be_that(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "replaced" not in str(caught.value)
     assert "open files" in str(caught.value)
+
+
+def test_files_go_with_a_checkpoint_that_nobody_holds(tmp_path):
+    shardkeep.save({"x": np.ones(9)}, tmp_path)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            shardkeep.open(tmp_path)["x"][...]
+        assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
 
 
 def test_ranks_asked_for_different_loads(tmp_path):

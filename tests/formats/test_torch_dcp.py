@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.foreign.hostile_pickles import call, p4, u
+from tests.foreign.hostile_pickles import call, glob, p4, u
 from tests.foreign.layouts import elements_of, outline_of, write
 from tests.formats.test_torch_save import DTYPES, bits, tensor_of, trees
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -32,6 +32,8 @@ from shardkeep.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from shardkeep.foreign import pickles
+from shardkeep.foreign.dcp.classes import CLASSES
 from shardkeep.foreign.layout import Outline, OutTensor
 from shardkeep.formats import torch_dcp
 
@@ -587,3 +589,26 @@ def test_other_directories_are_not_recognised(tmp_path):
     assert not torch_dcp.recognises(tmp_path)
     assert not torch_dcp.recognises(tmp_path / ".metadata")
     assert not torch_dcp.recognises(tmp_path)
+
+
+def test_members_of_enums_as_some_pythons_pickle_them(tmp_path, monkeypatch):
+    """3.11.0 to 3.11.3 write `getattr(Format, "TORCH_CONTIGUOUS_FORMAT")`."""
+    enum = torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(
+        enum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
+    )
+    dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert b"getattr" in (tmp_path / "ckpt" / ".metadata").read_bytes()
+    with shardkeep.open(tmp_path / "ckpt") as found:
+        assert found["w"][:].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("owner", ["Metadata", "ChunkStorageMetadata"])
+def test_nothing_else_is_got_by_its_name(owner):
+    gadget = p4(
+        call(
+            "builtins", "getattr", glob("torch.distributed.checkpoint.metadata", owner), u("build")
+        )
+    )
+    with pytest.raises(UnsafeCheckpointError, match="getattr"):
+        pickles.load(gadget, where="a test", classes=CLASSES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,8 +91,12 @@ class OpenFiles(Generic[F]):
     """Files by number, opened when they are used and kept for the next use, but never too many."""
 
     def __init__(self, open_file: Callable[[int], F]) -> None:
-        """`open_file(number)` opens one; it is called under a lock."""
-        self._open = open_file
+        """`open_file(number)` opens one; it is called under a lock.
+
+        A method of whoever holds this: held weakly, so that files go with their holder at once,
+        and not when Python next looks for cycles.
+        """
+        self._open = weakref.WeakMethod(open_file)
         self._lock = threading.Lock()
         self._held: dict[int, _Held[F]] = {}
         self._closing = False
@@ -100,7 +105,11 @@ class OpenFiles(Generic[F]):
     def use(self, number: int) -> Iterator[F]:
         """One of them, for as long as the context lasts; from any thread."""
         with self._lock:
-            held = self._held.pop(number, None) or _Held(self._open(number))
+            held = self._held.pop(number, None)
+            if held is None:
+                open_file = self._open()
+                assert open_file is not None, "files are used by their holder"
+                held = _Held(open_file(number))
             self._held[number] = held
             held.users += 1
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardkeep.foreign.graphs import Constant, StandIn
-from shardkeep.foreign.stand_ins import Record, records
+from shardkeep.foreign.stand_ins import Record, members, records
 from shardkeep.foreign.torch_stand_ins import TORCH, TorchDType, TorchSize
 
 __all__ = ["CLASSES", "Bytes", "Chunk", "Description", "Index", "Info", "Properties", "Tensor"]
@@ -195,7 +195,9 @@ def _entries() -> dict[str, Callable[..., object] | Constant]:
             **records(f"{module}.planner", *_PLANS),
         }
     table[f"{_SHARDED}.TensorProperties"] = Properties
-    return table | records(_SHARDED, *_FORMATS)
+    table |= records(_SHARDED, *_FORMATS)
+    enums = {*_FORMATS, "WriteItemType"}
+    return table | members(*(full for full in table if full.rpartition(".")[2] in enums))
 
 
 CLASSES = _entries()
