@@ -31,11 +31,12 @@ from shardkeep.foreign.detecting import detect
 from shardkeep.foreign.found import Raw
 from shardkeep.foreign.pieces import Piece, Strided, read_pieces
 from shardkeep.foreign.tables import ODD, Tables, tables_of
+from shardkeep.foreign.unchanged import Marks
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
 from shardkeep.reads import plan_reads
 from shardkeep.storage import CheckpointId, ReadOnce, StorageReader
-from shardkeep.stores.local import storage_errors
+from shardkeep.stores.local import above_stdio, storage_errors
 from shardkeep.stores.reading import ReadFile
 from shardkeep.tables import LocationColumns
 
@@ -109,6 +110,7 @@ class ForeignReader(StorageReader):
         self.system, self.user_metadata = found.system, found.user_metadata
         self._below = found.root
         self.tables: Tables = tables_of(found)
+        self._marks = Marks(found.root, self.tables.files)
         state = self.tables.state
         return Metadata(
             state,
@@ -141,7 +143,14 @@ class ForeignReader(StorageReader):
                 *path.resolve().parents,
             ):
                 raise FormatError(f"{path} is a link that leads out of the checkpoint")
-            file = ReadFile(os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
+            # A pipe in place of a file must not make us wait.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            file = ReadFile(above_stdio(os.open(path, flags)), path)
+            try:
+                self._marks.check(number, os.fstat(file.fd))
+            except BaseException:
+                file.close()
+                raise
         return BlockFile(file, name or str(path), BLOCK, file.size)
 
     # --- values
@@ -196,11 +205,17 @@ class ForeignReader(StorageReader):
             reading.run()
             # A piece, what it is made of, and what a cast or a device makes of it.
             read_pieces(odd, min(PIECE, budget // (4 * threads)), threads, self.progress)
+            self._marks.check_all(self._files_of(items))
         for key, value in reading.stats.items():
             self.stats[key] += value
         delivered = Boxes(items.chunks.boxes.start, items.low, items.size).volumes()
         nbytes = delivered * items.tensors.itemsize[items.chunks.tensor]
         return int(nbytes.sum())
+
+    def _files_of(self, items: ReadItems) -> list[int]:
+        chunks = items.chunks
+        odd = [self.tables.odd_files[at] for at in chunks.start[chunks.file == ODD].tolist()]
+        return sorted({*np.unique(chunks.file).tolist(), *odd} - {ODD})
 
     def _reading(
         self,

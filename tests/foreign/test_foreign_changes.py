@@ -1,0 +1,67 @@
+"""Files of other systems that change between being looked at and being read."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import shardkeep
+from shardkeep.errors import StorageError
+from shardkeep.foreign.reader import ForeignReader
+
+BEFORE = {"a": torch.arange(1000.0), "b": torch.ones(5), "t": torch.arange(12.0).reshape(3, 4).t()}
+AFTER = {"zz": torch.full((3000,), 7.0), "a": torch.full((1000,), 9.0), "b": torch.zeros(5)}
+
+
+@pytest.mark.parametrize("name", ["a", "t"])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_elements_are_never_read_from_another_save(tmp_path, name, replaced):
+    path = tmp_path / "model.pt"
+    torch.save(BEFORE, path)
+    with shardkeep.open(path) as ckpt:
+        if replaced:
+            torch.save(AFTER, tmp_path / "new.pt")
+            os.replace(tmp_path / "new.pt", path)
+        else:
+            torch.save(AFTER, path)
+        with pytest.raises(StorageError, match="open the checkpoint again") as caught:
+            ckpt[name][...]
+        assert caught.value.transient
+
+
+def test_a_file_that_changes_while_it_is_open(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(BEFORE, path)
+    with shardkeep.open(path) as ckpt:
+        assert np.array_equal(ckpt["a"][:5], np.arange(5.0))
+        with path.open("r+b") as file:
+            file.seek(1)
+            file.write(b"K")  # the same bytes, at another time
+        later = time.time() + 1
+        os.utime(path, (later, later))
+        with pytest.raises(StorageError, match="after it was looked at"):
+            ckpt["a"][5:10]
+
+
+def test_a_load_begins_again_when_a_file_is_replaced(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.zeros(4), "b": torch.zeros(3)}, path)
+    times = []
+    plan = ForeignReader.prepare_local_plan
+
+    def replaced(self, given):
+        times.append(1)
+        if len(times) == 1:
+            torch.save({"b": torch.ones(3), "more": "x" * 5000, "a": torch.ones(4)}, path)
+        return plan(self, given)
+
+    monkeypatch.setattr(ForeignReader, "prepare_local_plan", replaced)
+    state = {"a": np.zeros(4, np.float32), "b": np.zeros(3, np.float32)}
+    shardkeep.load(state, path, strict=False)
+    assert len(times) == 2
+    assert (state["a"] == 1).all()
+    assert (state["b"] == 1).all()
