@@ -183,6 +183,22 @@ def test_objects_are_inert_and_lose_nothing(root):
     assert common["set"] == {1, 2}
 
 
+class Key:
+    def __init__(self, number):
+        self.number = number
+
+
+def test_objects_as_keys_do_not_take_each_others_places(root):
+    table = {Key(1): 10, Key(2): 20, Key(3): torch.ones(2), f"{__name__}.Key()": 40}
+    torch.save({"table": table, "args": argparse.Namespace(by=table)}, root / "common.pt")
+    common = megatron.find(root).state["common"]
+    for found in (common["table"], common["args"]["by"]):
+        assert list(found.values())[:2] == [10, 20]
+        assert isinstance(list(found.values())[2], StoredTensor)
+        assert found[f"{__name__}.Key()"] == 40
+        assert len(found) == 4
+
+
 def test_changed_bytes_never_give_another_error(root):
     for name in (".metadata", "common.pt"):
         data = (root / name).read_bytes()

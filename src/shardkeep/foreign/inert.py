@@ -83,7 +83,7 @@ def _made(value: Any, kind: Any, done: dict[int, tuple[object, Any]]) -> Any:
     if kind is Record:
         return _attributes(value, done)
     if kind is dict or kind is OrderedDict:
-        return kind((_key(key), _plain(item, done)) for key, item in value.items())
+        return _table(kind, value, done)
     if kind is list or kind is tuple:
         return kind([_plain(item, done) for item in value])
     if kind is deque:
@@ -93,11 +93,19 @@ def _made(value: Any, kind: Any, done: dict[int, tuple[object, Any]]) -> Any:
     return [_plain(item, done) for item in value]
 
 
-def _key(key: Any) -> Any:
-    """A key that is an object (a member of an Enum, say) is told by its class and value."""
-    if not isinstance(key, Record):
-        return key
-    return f"{key.name}({', '.join(map(repr, key.args))})"
+def _table(kind: Any, value: dict[Any, Any], done: dict[int, tuple[object, Any]]) -> Any:
+    """A mapping whose keys are plain. A key that is an object (a member of an Enum, say) is told by
+    its class and value; those told alike are numbered, so that none takes another's place."""
+    out = kind()
+    told: Counter[str] = Counter()
+    for key, item in value.items():
+        if isinstance(key, Record):
+            text = key = f"{key.name}({', '.join(map(repr, key.args))})"
+            while key in out or key in value:
+                told[text] += 1
+                key = f"{text} #{told[text] + 1}"
+        out[key] = _plain(item, done)
+    return out
 
 
 def _attributes(record: Record, done: dict[int, tuple[object, Any]]) -> Any:
@@ -110,7 +118,7 @@ def _attributes(record: Record, done: dict[int, tuple[object, Any]]) -> Any:
         if record.args:
             out[ARGUMENTS] = _plain(record.args, done)
     if type(state) is dict:
-        out |= {_key(key): _plain(item, done) for key, item in state.items()}
+        out |= _table(dict, state, done)
     elif state is not None:
         out["__state__"] = _plain(state, done)
     return out
