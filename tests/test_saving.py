@@ -50,7 +50,16 @@ def test_overwriting_a_damaged_checkpoint_works(tmp_path):
     assert len(files(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".metadata",
+        "__0_0.distcp",
+        "_CHECKPOINT_METADATA",
+        "diffusion_pytorch_model.safetensors",
+        "shard-00001-model-00001-of-00001.safetensors",
+    ],
+)
 def test_formats_are_never_mixed(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(CheckpointExistsError, match="never mixed"):

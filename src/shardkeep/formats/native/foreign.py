@@ -25,6 +25,8 @@ _ENDINGS = (
     (".distcp", "torch.distributed.checkpoint"),
     ("_metadata", "HyperParallel"),
     (".metadata", "torch.distributed.checkpoint or HyperParallel"),
+    (".safetensors", "Hugging Face"),
+    (".safetensors.index.json", "Hugging Face"),
 )
 
 
