@@ -108,6 +108,11 @@ def test_the_hubs_cache_is_followed(tmp_path):
     same(find(snapshot / "model.safetensors"), "a", A)
 
 
+def test_what_the_format_is_called_is_no_name_of_a_tensor(tmp_path):
+    save_file({"pt": A}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert list(find(tmp_path).state) == ["pt"]
+
+
 def test_names_that_safetensors_dropped_are_tied_again(tmp_path):
     import torch
     from safetensors.torch import save_model

@@ -165,5 +165,5 @@ def _join_whole(
 def _add_ties(state: dict[str, StoredTensor], metadata: Mapping[str, str]) -> None:
     """`safetensors.torch.save_model` tells in the metadata which name stands for which."""
     for name, kept in metadata.items():
-        if name not in state and kept in state:
+        if name not in state and kept in state and name != "format":
             state[name] = state[kept]
