@@ -214,6 +214,8 @@ class ForeignReader(StorageReader):
 
     def _files_of(self, items: ReadItems) -> list[int]:
         chunks = items.chunks
+        assert chunks.file is not None
+        assert chunks.start is not None
         odd = [self.tables.odd_files[at] for at in chunks.start[chunks.file == ODD].tolist()]
         return sorted({*np.unique(chunks.file).tolist(), *odd} - {ODD})
 
