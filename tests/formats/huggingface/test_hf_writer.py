@@ -23,7 +23,7 @@ from shardkeep import CheckpointExistsError, ShardedArray, StorageError, Unsuppo
 from shardkeep.arrays import region
 from shardkeep.coordination import ThreadRanks
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.formats.huggingface import dealing
+from shardkeep.formats.huggingface import building, dealing
 from shardkeep.formats.huggingface.gathering import Gathering
 from shardkeep.formats.huggingface.shards import plan_shards
 from shardkeep.formats.huggingface.writer import _stored
@@ -335,6 +335,32 @@ def test_what_is_not_replaced(tmp_path, mark):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="is a file"):
         export(tmp_path / "file", {"a": A})
+
+
+def test_what_others_put_there_meanwhile_is_kept(tmp_path, monkeypatch):
+    """A tokenizer, a folder, a newer configuration: written while the weights were."""
+    path = tmp_path / "model"
+    export(path, {"a": A})
+    (path / "config.json").write_text("old")
+    (path / "README.md").write_text("same")
+    take_along = building.Building._take_along
+
+    def meanwhile(self):
+        take_along(self)
+        (path / "tokenizer.json").write_text("new")
+        (path / "logs").mkdir()
+        (path / "logs" / "1").write_text("x")
+        (path / "config.tmp").write_text("newer")
+        os.replace(path / "config.tmp", path / "config.json")
+
+    monkeypatch.setattr(building.Building, "_take_along", meanwhile)
+    export(path, {"a": A + 1}, overwrite=True)
+    assert np.array_equal(read(path)["a"], A + 1)
+    assert (path / "tokenizer.json").read_text() == "new"
+    assert (path / "logs" / "1").read_text() == "x"
+    assert (path / "config.json").read_text() == "newer"
+    assert (path / "README.md").read_text() == "same"
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
 def test_where_directories_cannot_change_places(tmp_path):

@@ -33,7 +33,15 @@ STALE_S = 3600.0
 """After so long without a change, what is being built belongs to nobody any more."""
 SEEN_S = 10.0
 """How long another rank's directory may take to be seen."""
-_OTHERS = ("checkpoint.json", ".metadata", "manifest.ocdbt", "_CHECKPOINT_METADATA", "common.pt")
+_OTHERS = (
+    "checkpoint.json",
+    ".metadata",
+    "manifest.ocdbt",
+    "_CHECKPOINT_METADATA",
+    "_METADATA",
+    "common.pt",
+    "param_name_map.json",
+)
 """What marks a directory as another format's."""
 
 
@@ -57,6 +65,7 @@ class Building:
         self._identity: tuple[int, int] | None = None
         self.committed = False
         """Whether it is in place."""
+        self._keep = False
 
     @property
     def path(self) -> Path:
@@ -220,6 +229,8 @@ class Building:
                         ) from error
                     raise
             self.committed = True
+            if filled:
+                self._bring_over()
             self._store.sync_directory("")
 
     def is_there(self) -> bool:
@@ -245,9 +256,23 @@ class Building:
                     shutil.copy2(source, copy)
                     self._store.sync_file(f"{self.name}/{entry}")
 
+    def _bring_over(self) -> None:
+        """What others put into the directory after it was looked at for the last time."""
+        self._keep = True
+        for entry in sorted(os.listdir(self.path)):
+            if self._is_weights(entry):
+                continue
+            old, new = self.path / entry, self.target / entry
+            if not os.path.lexists(new) or os.lstat(old).st_mtime_ns > os.lstat(new).st_mtime_ns:
+                os.rename(old, new)
+        self._keep = False
+
     def discard(self) -> None:
         """Remove what is under the name of the directory that was built: that, or what it replaced.
 
         Never raises.
         """
+        if self._keep:
+            log.warning("%s holds files that belong into %s", self.path, self.target)
+            return
         shutil.rmtree(self.path, ignore_errors=True)
