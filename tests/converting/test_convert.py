@@ -12,8 +12,10 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import shardkeep
 import shardkeep.foreign.writing as writing
@@ -197,6 +199,47 @@ def test_what_is_there_is_not_replaced_unless_asked(source, tmp_path):
     (tmp_path / "empty").mkdir()
     shardkeep.convert(source, tmp_path / "empty")
     assert left_in(tmp_path) == ["empty", "made", "source"]
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["epoch1.pt", "epoch2.pt"],
+        ["a/model.pt", "b/model.pt"],
+        ["one.safetensors", "two.safetensors"],
+        ["model.safetensors", "optimizer.pt"],
+        ["model.safetensors", "lora.safetensors"],
+        ["data/photo.jpg"],
+        ["1/.metadata", "1/__0_0.distcp", "2/.metadata", "2/__0_0.distcp"],
+        ["one.bytes", "two.bytes"],
+    ],
+)
+def test_a_folder_of_several_files_is_not_replaced(source, tmp_path, names, to):
+    folder = tmp_path / "folder"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".safetensors"):
+            save_file({"a": np.ones(2)}, folder / name)
+        else:
+            with (folder / name).open("wb") as file:
+                torch.save({"a": torch.ones(2)}, file)
+    options = {"values": "drop"} if to == "hf" else {}
+    with pytest.raises(shardkeep.CheckpointExistsError, match="would remove"):
+        shardkeep.convert(source, folder, to=to, options=options, overwrite=True)
+    assert all((folder / name).exists() for name in names)
+
+
+@pytest.mark.parametrize("to", ["hf", "torch-dcp", "torch-save", "hyper-parallel", "mindspore"])
+def test_what_a_convert_made_is_replaced_by_another(tmp_path, to):
+    shardkeep.save({"a": np.ones((40, 3)), "b": np.zeros(2)}, tmp_path / "source", no_dist=True)
+    made = tmp_path / ("made.pt" if to in ("torch-save", "mindspore") else "made")
+    sizes = {"max_shard_size": 500} if to in ("hf", "torch-dcp", "hyper-parallel") else {}
+    shardkeep.convert(tmp_path / "source", made, to=to, **sizes)
+    shardkeep.convert(tmp_path / "source", made, to=to, select=["a"], overwrite=True)
+    assert list(shardkeep.open(made)) == ["a"]
+    shardkeep.convert(tmp_path / "source", made, overwrite=True)
+    assert list(shardkeep.open(made)) == ["a", "b"]
 
 
 @pytest.mark.parametrize("where", [0.3, 0.9])

@@ -18,8 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from shardkeep.errors import CheckpointExistsError, StorageError
-from shardkeep.formats.native.names import RECORD, new_save_id
+from shardkeep.errors import CheckpointError, CheckpointExistsError, StorageError
+from shardkeep.foreign.detecting import detect
+from shardkeep.foreign.tables import tables_of
+from shardkeep.formats.native.names import RECORD, lease_save_id, new_save_id, save_id_of
 from shardkeep.stores.local import LocalStore, above_stdio, storage_errors, sync_fd
 
 __all__ = ["Workplace", "check_free"]
@@ -28,20 +30,10 @@ ENDING = ".converting"
 _JOURNAL = "journal"
 _MADE = "made"
 _EXCHANGE = 2
-_OURS = (
-    ".safetensors",
-    ".safetensors.index.json",
-    ".bin",
-    ".bin.index.json",
-    ".distcp",
-    ".metadata",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    "_metadata",
-    ".bytes",
-)
-"""How files of checkpoints are called: what replaces one removes nothing else."""
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""How a file that is a checkpoint is called."""
+_BESIDE = (".safetensors.index.json", ".metadata", "_metadata", ".bytes", ".distcp")
+"""What a checkpoint's directory has beside the files that its tensors are in."""
 
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
@@ -59,22 +51,35 @@ def check_free(destination: Path, *, overwrite: bool) -> None:
     strange = _strange(destination)
     if strange:
         raise CheckpointExistsError(
-            f"{destination} holds files that no checkpoint has, which replacing it would remove: "
+            f"{destination} holds files that are of no checkpoint, or of more than one, which "
+            "replacing it would remove: "
             f"{', '.join(strange[:8])}. Move them, or choose another destination."
         )
 
 
 def _strange(path: Path) -> list[str]:
+    """What is there and is no part of the one checkpoint there: that is not to be removed."""
     if path.is_file():
-        return [] if path.name.endswith(_OURS) else [path.name]
-    native = (path / RECORD).exists()
+        return [] if path.name.endswith(_FILES) else [path.name]
     names = [entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir()]
-    return [
-        name
-        for name in names
-        if not name.endswith(_OURS)
-        and not (native and (name == RECORD or name.endswith(".tmp") or name.startswith("data/")))
-    ]
+    if (path / RECORD).exists():
+        return [n for n in names if n != RECORD and not (save_id_of(n) or lease_save_id(n))]
+    files = _files_of(path)
+    if files is None:
+        return names
+    return [n for n in names if n not in files and ("/" in n or not n.endswith(_BESIDE))]
+
+
+def _files_of(path: Path) -> set[str] | None:
+    """The files that the tensors of another system's checkpoint are in; None if it has faults."""
+    known = detect(path)
+    if known is None:
+        return None
+    try:
+        found = known.find(path)
+        return {Path(found.root, name).name for name in tables_of(found).files}
+    except CheckpointError:
+        return None
 
 
 class Workplace:
