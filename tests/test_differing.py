@@ -147,3 +147,44 @@ def test_a_damaged_checkpoint_is_trouble(tmp_path):
     data.write_bytes(raw)
     with pytest.raises(shardkeep.CorruptionError):
         shardkeep.diff(a, b)
+
+
+INF, BIG = float("inf"), 2**53
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (np.array([1.0]), np.array([INF])),
+        (np.array([INF]), np.array([-INF])),
+        (np.array([1.0], np.float16), np.array([INF], np.float16)),
+        (np.array([BIG]), np.array([BIG + 1])),
+        (np.array([2**63 - 1], np.uint64), np.array([2**63], np.uint64)),
+        (np.array([-(2**63)]), np.array([2**63 - 1])),
+        (1.0, INF),
+        (-INF, INF),
+        (BIG, BIG + 1),
+        (10**400, -(10**400)),
+        (10**400, 1.0),
+        (1, {"y": 1}),
+        (np.ones(2), {"y": np.ones(2)}),
+        ([], {}),
+    ],
+)
+def test_what_no_tolerance_makes_equal(tmp_path, one, other):
+    shardkeep.save({"x": one, "z": 1}, tmp_path / "a", no_dist=True)
+    shardkeep.save({"x": other, "z": 1}, tmp_path / "b", no_dist=True)
+    for sides in (("a", "b"), ("b", "a")):
+        for tolerance in ({"atol": 0.5}, {"atol": 0.5, "rtol": 1e-20}):
+            report = shardkeep.diff(*(tmp_path / side for side in sides), **tolerance)
+            assert {row.name.split(".")[0] for row in report.differences} == {"x"}
+
+
+def test_numbers_that_are_near_are_equal_whatever_their_size(tmp_path):
+    one = {"a": 10**400, "b": np.array([2**63 - 1], np.uint64), "c": np.array([INF, 1.0]), "d": INF}
+    other = one | {"a": 10**400 + 1, "b": np.array([2**63], np.uint64)}
+    shardkeep.save(one, tmp_path / "a", no_dist=True)
+    shardkeep.save(other, tmp_path / "b", no_dist=True)
+    assert not shardkeep.diff(tmp_path / "a", tmp_path / "b").same
+    assert shardkeep.diff(tmp_path / "a", tmp_path / "b", atol=1).same
+    assert shardkeep.diff(tmp_path / "a", tmp_path / "b", rtol=0.1).same

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -37,10 +38,17 @@ class Tolerance:
         """Whether two plain values are numbers that count as equal."""
         if not self or not all(type(x) in (int, float) for x in (a, b)):
             return False
-        x, y = float(a), float(b)  # type: ignore[arg-type]
+        if type(a) is int and type(b) is int and math.isfinite(self.atol + self.rtol):
+            return abs(a - b) <= Fraction(self.atol) + Fraction(self.rtol) * abs(b)
+        try:
+            x, y = float(a), float(b)  # type: ignore[arg-type]
+        except OverflowError:
+            return False
         if math.isnan(x) or math.isnan(y):
             return math.isnan(x) and math.isnan(y)
-        return x == y or abs(x - y) <= self.atol + self.rtol * abs(y)
+        # Nothing is near to an infinity.
+        near = math.isfinite(x - y) and abs(x - y) <= self.atol + self.rtol * abs(y)
+        return x == y or near
 
 
 @dataclass
@@ -90,17 +98,29 @@ def _numbers(x: Array, y: Array, dtypes: tuple[DType, DType], tolerance: Toleran
     with np.errstate(all="ignore"):
         wide = [_wide(array.view(d.to_numpy()), d) for array, d in zip((x, y), dtypes, strict=True)]
         apart = np.abs(wide[0] - wide[1])
-        apart[wide[0] == wide[1]] = 0  # infinities too
+        if dtypes[0] is dtypes[1] and dtypes[0].kind == "int":
+            apart = _apart(x.view(dtypes[0].to_numpy()), y.view(dtypes[0].to_numpy()))
+        else:
+            apart[wide[0] == wide[1]] = 0  # infinities too
         nans = np.isnan(wide[0]) & np.isnan(wide[1])
         if tolerance:
             limit = tolerance.atol + tolerance.rtol * np.abs(wide[1])
-            differs = ~((apart <= limit) | nans)
+            # Nothing is near to an infinity: a limit that is relative to one is no limit.
+            differs = ~(((apart <= limit) & np.isfinite(apart)) | nans)
         elif dtypes[0] is dtypes[1]:
             differs = np.ones(len(x), np.bool_)  # their bits do
         else:
             differs = ~((apart == 0) | nans)
     known = apart[~np.isnan(apart)]
     return Found(int(differs.sum()), float(known.max()) if len(known) else None)
+
+
+def _apart(x: Array, y: Array) -> Array:
+    """How far integers are apart: as floats, large ones next to each other would be equal."""
+    kind = np.uint64 if x.dtype.kind == "u" else np.int64
+    a, b = x.astype(kind), y.astype(kind)
+    apart = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
+    return apart.astype(np.float64)
 
 
 def _wide(array: Array, dtype: DType) -> Array:

@@ -187,7 +187,10 @@ class _Comparison:
         """What is known without reading elements; a pair where those must be looked at."""
         tables = self.a._state.tensors, self.b._state.tensors
         rows = [table.row_of.get(name) for table in tables]
-        there = [name in side for side in (self.a, self.b)]
+        # A name that is a leaf of one side may be that of a container in the other.
+        there = [
+            row is not None or name in plain for row, plain in zip(rows, self.plain, strict=True)
+        ]
         texts = [self._describe(at, name) if has else "" for at, has in enumerate(there)]
         if not all(there):
             kind = "only in a" if there[0] else "only in b"
