@@ -108,6 +108,16 @@ def test_the_hubs_cache_is_followed(tmp_path):
     same(find(snapshot / "model.safetensors"), "a", A)
 
 
+def test_of_the_hubs_cache_only_blobs_are_followed(tmp_path):
+    repository = tmp_path / "models--x--y"
+    for name in ("blobs", "snapshots/abc", "other"):
+        (repository / name).mkdir(parents=True)
+    save_file({"a": A}, repository / "other" / "secret")
+    (repository / "snapshots" / "abc" / "model.safetensors").symlink_to("../../other/secret")
+    with pytest.raises(UnsafeCheckpointError, match="link"):
+        find(repository / "snapshots" / "abc")
+
+
 def test_what_the_format_is_called_is_no_name_of_a_tensor(tmp_path):
     save_file({"pt": A}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert list(find(tmp_path).state) == ["pt"]

@@ -70,9 +70,13 @@ class Home:
         path = self.directory / name
         real = Path(os.path.realpath(path)) if path.is_symlink() else path
         # A directory above may be a link, which is the caller's choice.
-        for base in (self.root, Path(os.path.realpath(self.root))):
-            if real.is_relative_to(base):
-                return real.relative_to(base).as_posix()
+        for root, own in (
+            (self.root, self.directory),
+            (Path(os.path.realpath(self.root)), Path(os.path.realpath(self.directory))),
+        ):
+            inside = real.is_relative_to(own)
+            if inside or (root != own and real.is_relative_to(root / "blobs")):
+                return real.relative_to(root).as_posix()
         raise UnsafeCheckpointError(
             f"{path} is a link to {real}, outside of the checkpoint; pass a path where the files "
             "themselves are"
