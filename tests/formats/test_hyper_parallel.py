@@ -27,9 +27,10 @@ from shardkeep.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
-from shardkeep.foreign.found import StoredTensor
+from shardkeep.foreign.found import Part, Raw, StoredTensor
 from shardkeep.foreign.tables import tables_of
 from shardkeep.formats import hyper_parallel
+from shardkeep.formats.hyper_parallel import finding
 
 CASES = {
     "hyper_parallel_2026_03/single": "hyper_parallel_2026_03/expected_single",
@@ -120,6 +121,18 @@ def test_what_differs_between_ranks_is_kept_by_rank(tmp_path):
     got = arrays_of(found)
     assert got["plain.step.rank0"].view(np.int64) == step
     assert got["plain.step.rank1"].view(np.int64) != step
+
+
+def test_large_copies_that_differ_in_some_rows_only_are_told_apart(tmp_path):
+    one = np.zeros((64, 8192), np.float32)
+    other = one.copy()
+    other[7:10] = 1  # neither at the ends nor in the middle
+    (tmp_path / "file").write_bytes(one.tobytes() + other.tobytes())
+    looks = {
+        finding._look(tmp_path, Part((0, 0), one.shape, Raw("file", start)), one.nbytes)
+        for start in (0, one.nbytes)
+    }
+    assert len(looks) == 2
 
 
 def test_a_rank_that_is_missing_is_named(tmp_path):

@@ -22,7 +22,8 @@ __all__ = ["state_of"]
 
 _WHOLE = 1 << 20
 """Copies up to this size are compared in full, larger ones here and there."""
-_SAMPLE = 1 << 16
+_SAMPLE = 1 << 12
+_SAMPLES = 64
 _MAX_VALUE = 1 << 30
 
 
@@ -132,8 +133,8 @@ def _look(root: Path, part: Part, nbytes: int) -> bytes | None:
     path = file_below(root, place.file)
     if nbytes <= _WHOLE:
         return read_exactly(path, place.start, nbytes)
-    middle = (nbytes - _SAMPLE) // 2
-    spots = (0, middle, nbytes - _SAMPLE)
+    last = nbytes - _SAMPLE
+    spots = [last * at // (_SAMPLES - 1) for at in range(_SAMPLES)]
     return b"".join(read_exactly(path, place.start + spot, _SAMPLE) for spot in spots)
 
 
