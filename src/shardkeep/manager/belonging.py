@@ -17,7 +17,7 @@ from shardkeep.formats.native.commit import unlink_all
 from shardkeep.manager.catalog import MANAGED
 from shardkeep.stores.local import LocalStore, storage_errors
 
-__all__ = ["bind", "refuse_foreign"]
+__all__ = ["bind", "refuse_foreign", "say_whose"]
 
 WORD = f"{MANAGED}/run"
 MOST = 256
@@ -43,13 +43,24 @@ def refuse_foreign(fast: LocalStore, durable: LocalStore) -> bool:
     )
 
 
-def bind(fast: LocalStore, durable: LocalStore) -> None:
-    """Have a fast tier without steps belong to the run."""
+def bind(fast: LocalStore, durable: LocalStore) -> str:
+    """Have a fast tier without steps belong to the run; the word of both."""
     _write(durable, secrets.token_hex(16))
     ours = _word(durable)
     if _word(fast) != ours:
         unlink_all(fast, [WORD])
         _write(fast, ours)
+    return ours
+
+
+def say_whose(fast: LocalStore, word: str) -> None:
+    """Write the word of the run again, if it is gone; raise if another run has come there."""
+    _write(fast, word)
+    if _word(fast) != word:
+        raise StorageError(
+            f"another run than this one saves into {fast.root} now. Give each a fast tier of its "
+            "own"
+        )
 
 
 def _write(store: LocalStore, word: str) -> None:

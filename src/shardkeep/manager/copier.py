@@ -58,14 +58,16 @@ class Copier:
         tiers: Tiers,
         options: FastTier,
         waiting: Callable[[], Sequence[Step]],
+        counts: Callable[[Step], bool],
         moving: contextlib.AbstractContextManager[Any],
         copied: Callable[[Step], None] = lambda step: None,
     ) -> None:
-        """`waiting` says what is to be copied, in this order; `copied` is told what was."""
+        """`waiting` says what is to be copied, in this order, and `counts` whether one still is
+        once its copy is made; `copied` is told what was."""
         assert tiers.fast is not None
         self._fast = tiers.fast.catalog
         self._durable = tiers.durable.catalog
-        self._is_there = tiers.fast.has
+        self._counts = counts
         self._options = options
         self._waiting = waiting
         self._moving = moving
@@ -228,7 +230,7 @@ class Copier:
                     self._fast,
                     self._durable,
                     moving=self._moving,
-                    may_appear=lambda: self._is_there(step),
+                    may_appear=lambda: self._counts(step),
                     pace=self._let_by,
                     planned=counter.expect,
                     progress=count,

@@ -179,8 +179,10 @@ class CheckpointManager(RunFolder, Closing):
         self._hold(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
-        finally:
-            self._busy.discard(step)
+        except BaseException:
+            self._let_go(step)
+            raise
+        self._busy.discard(step)
         self._note_base(step, durable)
         self._decider.saved(step)
         self._begun = None
@@ -217,10 +219,10 @@ class CheckpointManager(RunFolder, Closing):
                 **options,
             )
         except BaseException:
-            self._busy.discard(step)
+            self._let_go(step)
             raise
         if handle.skipped:
-            self._busy.discard(step)
+            self._let_go(step)
             return handle
         self._look_back()  # the one before has ended, on all ranks
         self._handle = handle
@@ -247,14 +249,17 @@ class CheckpointManager(RunFolder, Closing):
             if self._closed:
                 raise ValueError(f"the manager of {self.root} was closed")
             path = (self._tiers.durable if durable else self._tiers.first).catalog.path(step)
-            user = user_metadata_of(step, time.time(), metrics, metadata)
             self._look_back(step)
+            saved_at = time.time()
+            if self._is_leader:
+                saved_at = self._tiers.later_than(step, saved_at)
+            user = user_metadata_of(step, saved_at, metrics, metadata)
             replace = overwrite
             if replace is None:
                 # Who has not looked what is there does not know whose it is.
                 replace = self._restored and self._reached is not None and step > self._reached
             if self._is_leader:
-                self._upkeep.before_save(step, replace, group.advance)
+                self._upkeep.before_save(step, replace, durable, group.advance)
                 self._warn_of_newer()
             made.append((path, replace, checked_user_metadata(user)))
 
@@ -281,6 +286,11 @@ class CheckpointManager(RunFolder, Closing):
         # What a killed job left is cleaned while this one saves; but not under its hands.
         self._upkeep.poke()
 
+    def _let_go(self, step: int) -> None:
+        """Nothing came of it: what was there before is to be kept and copied as ever."""
+        self._busy.discard(step)
+        self._upkeep.poke()
+
     def _add_base(self, options: SaveOptions, durable: bool) -> None:
         """The step before, which all ranks have begun; where it failed, all is written."""
         if self._full_every is None or "base" in options or durable:
@@ -296,10 +306,11 @@ class CheckpointManager(RunFolder, Closing):
 
     def _ended(self, step: int, handle: SaveHandle, durable: bool) -> None:
         """On the thread of the save."""
-        self._busy.discard(step)
         # The handle's own `exception` would count as somebody having looked.
         if handle.cancelled() or Future.exception(handle) is not None:
+            self._let_go(step)
             return
+        self._busy.discard(step)
         self._kept = step
         self._upkeep.saved(step, Future.result(handle).save_id, durable)
 
@@ -363,6 +374,12 @@ class CheckpointManager(RunFolder, Closing):
         with contextlib.suppress(StorageError):  # the save meets it too, if it lasts
             if rewound:
                 self._tell_of_newer(self._reached or 0)
+
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """Remove a step, all copies of it. One that is pinned, or the only one there is, only with
+        `force`."""
+        super().delete(step, force=force)
+        self._upkeep.deleted(step)
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""

@@ -116,7 +116,7 @@ def _replace(inside: LocalStore, there: LocalStore, done: CopyResult) -> None:
         there.sync_directory(DATA)
         lease.commit(done.data, overwrite=exists, same=lambda found: found == done.data)
     except BaseException:
-        if _record_of(there)[0] in (None, old):
+        if _surely_absent(there, done.record.save_id):
             unlink_all(there, names)
         raise
     finally:
@@ -134,6 +134,17 @@ def _record_of(store: LocalStore) -> tuple[Record | None, bool]:
     except CheckpointError as error:
         log.warning("%s is replaced by a whole copy: %s", store.root, error)
         return None, True
+
+
+def _surely_absent(store: LocalStore, save_id: str) -> bool:
+    """Whether a save is known not to be the one there; where that cannot be told, what it has left
+    is collected later."""
+    try:
+        return read_record(store).save_id != save_id
+    except CheckpointNotFoundError:
+        return True
+    except Exception:
+        return False
 
 
 def remove_dead_copies(

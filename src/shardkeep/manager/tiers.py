@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from shardkeep.coordination import Coordinator
 from shardkeep.errors import StorageError
-from shardkeep.manager.belonging import bind, refuse_foreign
+from shardkeep.manager.belonging import bind, refuse_foreign, say_whose
 from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.keeping import KeepPolicy, KeepWhat, keep_policy
 from shardkeep.manager.naming import StepNames
@@ -22,6 +22,8 @@ from shardkeep.storage import CheckpointId
 __all__ = ["FastTier", "Tier", "Tiers", "release_all"]
 
 CLOSE_S = 600.0
+LATER_S = 1e-3
+"""Between two saves of one step, at least."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class Tiers:
         self.names = names
         self._is_ours = False
         """Whether the fast one is known to be of the same run."""
+        self._word = ""
+        """Of the run, once it saves."""
 
     @property
     def first(self) -> Tier:
@@ -134,11 +138,21 @@ class Tiers:
         return listings
 
     def bind(self) -> None:
-        """Before the first save: the fast tier is of this run, or empty and will be."""
-        if self.fast is not None and not self._is_ours:
+        """Before a save: the fast tier is of this run, or empty and will be."""
+        if self.fast is None:
+            return
+        if not self._word:
             self.look_at_each()
-            bind(*(tier.catalog.store for tier in self.all))
+            self._word = bind(*(tier.catalog.store for tier in self.all))
             self._is_ours = True
+        # A RAM disk may be cleared under the program, and then its word is gone too.
+        say_whose(self.fast.catalog.store, self._word)
+
+    def later_than(self, step: int, now: float) -> float:
+        """When a step is saved, by the clock; or just after what is there of it: the clock may have
+        gone back, and what counts is the later save."""
+        there = [tier.catalog.find(step) for tier in self.all]
+        return max([now, *(each.saved_at + LATER_S for each in there if isinstance(each, Step))])
 
     def of(self, path: str) -> Tier:
         """The one in which a step lies, by its path."""

@@ -7,14 +7,14 @@ not; nothing leaves the durable one before something of this run is known to be 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError
+from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from shardkeep.manager.copier import Copier
 from shardkeep.manager.keeping import KeepPolicy
 from shardkeep.manager.removal import refuse_replacing
@@ -43,7 +43,7 @@ class Upkeep:
         leads: bool,
         spared: Callable[[], Collection[int]],
         busy: Callable[[], Collection[int]],
-        moving: AbstractContextManager[Any],
+        moving: contextlib.AbstractContextManager[Any],
     ) -> None:
         """`spared`, `busy` and `moving` are as `Retention` has them; only who `leads` acts."""
         self._tiers = tiers
@@ -51,12 +51,15 @@ class Upkeep:
         self._fast = fast
         self._leads = leads
         self._spared = spared
+        self._busy = busy
         self._damaged: dict[str, set[str]] = {tier.catalog.root: set() for tier in tiers.all}
         """Save ids of steps that were found damaged, by where: they hold nobody's place."""
         self._line: dict[str, int] = {}
         """What this run stood at, one after the other: save ids, and steps."""
         self._safe: set[str] = set()
         """Save ids of what it has copied to the durable root, saved or restored there."""
+        self._last: tuple[str, int] | None = None
+        """The save id and the step of what it saved last, where it is to be copied from here."""
         self._noting = threading.Lock()
 
         def retention(
@@ -80,7 +83,7 @@ class Upkeep:
         if fast is not None:
             assert tiers.fast is not None
             self._retentions.append(retention(tiers.fast, fast.policy, self._spared_fast))
-            self.copier = Copier(tiers, fast, self.waiting, moving, self._was_copied)
+            self.copier = Copier(tiers, fast, self._ready, self._counts, moving, self._was_copied)
 
     # --- what the run tells
 
@@ -102,6 +105,7 @@ class Upkeep:
         there."""
         with self._noting:
             self._line[save_id] = step
+            self._last = (save_id, step) if self._leads else None
             if durable or self.copier is None:
                 self._safe.add(save_id)
             # What lies before the last one that is safe is of no interest any more.
@@ -115,7 +119,7 @@ class Upkeep:
         """The run stands at a step, and others were found damaged on the way there."""
         is_safe = self._tiers.of(path) is self._tiers.durable
         with self._noting:
-            self._line = {save_id: step}
+            self._line, self._last = {save_id: step}, None
             self._safe = {save_id} if is_safe else set()
         for bad in damaged:
             tier = self._tiers.of(bad.path)
@@ -128,6 +132,27 @@ class Upkeep:
             self._safe.add(step.save_id)
         for retention in self._retentions:
             retention.poke()
+
+    def deleted(self, step: int) -> None:
+        """A step was removed because somebody wanted it to be."""
+        with self._noting:
+            if self._last is not None and self._last[1] == step:
+                self._last = None
+
+    def _miss_nothing(self) -> None:
+        """Raise if the step that this program saved last is gone, and was never copied."""
+        with self._noting:
+            last, safe = self._last, set(self._safe)
+        if last is None or last[0] in safe or last[1] in self._busy():
+            return
+        save_id, step = last
+        if all(found.save_id != save_id for found in self._tiers.look().steps):
+            roots = [tier.catalog.root for tier in self._tiers.all]
+            raise StorageError(
+                f"step {step} was saved in {roots[0]}, and is in neither that folder nor "
+                f"{roots[-1]} any more: somebody removed it before it was copied. Save again, "
+                "while the state is there"
+            )
 
     # --- what follows from it
 
@@ -162,15 +187,26 @@ class Upkeep:
             return []
         return uncopied(*self._look_at_both())
 
+    def _ready(self) -> list[Step]:
+        """What is to be copied and is not being saved again just now."""
+        busy = self._busy()
+        return [step for step in self.waiting() if step.step not in busy]
+
+    def _counts(self, step: Step) -> bool:
+        """Whether a save in the fast tier is there now, and the durable one has no later one."""
+        if step.step in self._busy():
+            return False  # it is being saved again, maybe right where the copy would go
+        durable = self._tiers.durable
+        there = durable.catalog.find(step.step)
+        others = self._sound(durable, [there] if isinstance(there, Step) else [])
+        return self._tiers.first.has(step) and joined([step], others)[0].save_id == step.save_id
+
     def _spared_fast(self) -> set[int]:
         """What is to be copied, is being copied, or has no other copy that is known to be sound."""
         assert self.copier is not None
         chosen, there = self._look_at_both()
         if there:
-            # A copy that is seen may not be durable yet: whoever gave it its name may be dead.
-            durable = self._tiers.durable.catalog.store
-            with storage_errors(f"syncing {durable.root}"):
-                durable.sync_directory()
+            self._sync_durable()
         current = self.copier.current
         copying = set() if current is None else {current.step}
         left = uncopied(chosen, self._sound(self._tiers.durable, there))
@@ -186,7 +222,9 @@ class Upkeep:
 
     # --- what the run asks
 
-    def before_save(self, step: int, replace: bool, advance: Callable[[int], None]) -> None:
+    def before_save(
+        self, step: int, replace: bool, durable: bool, advance: Callable[[int], None]
+    ) -> None:
         """On the coordinator, before a step is saved: may it be, and is there room?
 
         Raises what went wrong with copies, and waits while too many are still to be made.
@@ -195,10 +233,11 @@ class Upkeep:
             refuse_replacing(tier.catalog, tier.pins, step, replace=replace)
         if self.copier is None:
             return
-        durable = self._tiers.durable.catalog
-        if not replace and durable.find(step) is not None:
+        # The save itself looks where it goes to.
+        other = (self._tiers.first if durable else self._tiers.durable).catalog
+        if not replace and other.find(step) is not None:
             raise CheckpointExistsError(
-                f"{durable.path(step)} already holds a checkpoint; choose another step or pass "
+                f"{other.path(step)} already holds a checkpoint; choose another step or pass "
                 "overwrite=True"
             )
         self._tiers.bind()
@@ -229,6 +268,8 @@ class Upkeep:
                 self.copier.raise_unseen()
             waiting = self.waiting()
             if step is None and not waiting:
+                self._miss_nothing()
+                self._sync_durable()
                 return True
             if step is not None and all(each.step != step for each in waiting):
                 return self._is_durable(step)
@@ -243,7 +284,23 @@ class Upkeep:
         found = next((each for each in self._tiers.look().steps if each.step == step), None)
         if found is None:
             raise CheckpointNotFoundError(f"no step {step} in {self._tiers.text}")
-        return durable.path(step) in found.copies
+        if durable.path(step) not in found.copies:
+            return False
+        self._sync_durable()
+        return True
+
+    def _sync_durable(self) -> None:
+        """A copy that is seen may not be durable yet: whoever gave it its name may be dead, or at
+        it still."""
+        if self._tiers.fast is None:
+            return
+        durable, fast = self._tiers.durable.catalog, self._tiers.first.catalog
+        # Those that are in both: a copy may have replaced another save, in the step's own folder.
+        names = [self._tiers.names.of(step.step) for step in fast.look().steps]
+        with storage_errors(f"syncing {durable.root}"):
+            for name in (*names, ""):
+                with contextlib.suppress(FileNotFoundError):
+                    durable.store.sync_directory(name)
 
     def wait_retention(self, timeout: float | None) -> bool:
         """Until the passes that were asked for are done; whether that is so."""
@@ -258,6 +315,7 @@ class Upkeep:
         try:
             if self.copier is not None:
                 self.copier.close()
+                self._miss_nothing()
         finally:
             for retention in self._retentions:
                 retention.close()
