@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 import time
 
 import pytest
-from runs import blank, fill, is_state, state
+from runs import blank, fill, is_state, killed_save, state
 
 import shardkeep
 from shardkeep import CheckpointExistsError, CheckpointManager, FastTier, StorageError
@@ -145,6 +146,24 @@ def test_a_step_that_was_deleted_is_not_missed(places, held_copy):
         go.set()
         assert manager.wait_copied(timeout=60)
     assert newest(root) == 1
+
+
+def test_what_a_killed_job_left_takes_no_room_in_the_fast_tier(places):
+    """A RAM disk has room for a few steps, and a job that is started again soon needs it."""
+    fast, root = places
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.save(1, state(1))
+    for step, age_s in ((2, 200), (3, 20)):  # the latter may be alive
+        killed_save(fast / f"step-{step}", age_s)
+        killed_save(root / f"step-{step}", age_s)
+    manager = CheckpointManager(root, fast=fast, save=10)
+    manager.restore(blank())
+    assert not manager.should_save(2)
+    assert manager.wait_retention(60)
+    assert not os.path.exists(fast / "step-2")
+    for place in (fast / "step-3", root / "step-2", root / "step-3"):
+        assert os.listdir(place / "data")
+    manager.close()
 
 
 # --- what is told to be durable

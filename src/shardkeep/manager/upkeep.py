@@ -26,6 +26,9 @@ from shardkeep.stores.local import storage_errors
 
 __all__ = ["Upkeep"]
 
+FAST_STALE_S = 120.0
+"""The age at which a save without a sign of life is taken for dead in the fast tier, four times
+what it is silent: there is little room there, and only one job saves."""
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 1.0
 
@@ -69,7 +72,7 @@ class Upkeep:
                 tier.catalog,
                 tier.pins,
                 policy,
-                stale_s=stale_s,
+                stale_s=min(stale_s, FAST_STALE_S) if tier is tiers.fast else stale_s,
                 spared=rule,
                 damaged=partial(self._damaged_in, tier),
                 busy=busy,
@@ -88,9 +91,10 @@ class Upkeep:
     # --- what the run tells
 
     def begin(self) -> None:
-        """The program trains: what was left uncopied before is copied, without a save."""
+        """The program trains: what was left uncopied before is copied, without a save, and what a
+        killed job left takes no room any more when there is one."""
         if self._leads and self.copier is not None and not self.copier.is_begun:
-            self.copier.poke()
+            self.poke()
 
     def poke(self) -> None:
         """Do soon what is to be done; returns at once."""
