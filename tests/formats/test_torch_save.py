@@ -500,3 +500,17 @@ def test_any_damage_gives_a_state_or_a_checkpoint_error(tmp_path, data, zipped):
     for leaf in state.values() if isinstance(state, dict) else ():
         if hasattr(leaf, "parts"):
             elements_of(leaf, path)
+
+
+def test_a_small_file_does_not_claim_to_be_a_large_state(tmp_path):
+    """Every tensor may repeat elements, but not thousands of them."""
+    few = torch.zeros(1000)
+    state = {f"t{at}": few[at : at + 1].expand(1 << 24) for at in range(500)}
+    torch.save(state, tmp_path / "large.pt")
+    with pytest.raises(FormatError, match="far larger than the file"):
+        shardkeep.open(tmp_path / "large.pt")
+    torch.save({name: state[name] for name in ("t1", "t2")}, tmp_path / "few.pt")
+    assert shardkeep.open(tmp_path / "few.pt")["t1"].shape == (1 << 24,)
+    views = {str(at): few[at : at + 500] for at in range(500)}
+    torch.save(views, tmp_path / "views.pt")
+    assert len(shardkeep.open(tmp_path / "views.pt")) == 500

@@ -35,6 +35,9 @@ __all__ = [
 PICKLE = "data.pkl"
 _MOST = 1 << 30
 """Bytes of a pickle: what it describes is far larger, but lies beside it."""
+_OVERLAPPING = 8 << 30
+"""Bytes that all tensors of a file may have beyond 16 times those of their storages: views that
+overlap, or repeat elements, are counted as what they are when read."""
 _ATOMS = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex})
 
 
@@ -116,6 +119,8 @@ class Finishing:
         self.file, self.where = file, where
         self._tensors: dict[tuple[object, ...], StoredTensor] = {}
         self._done: dict[int, tuple[object, Any]] = {}
+        self._places: set[object] = set()
+        self._room = _OVERLAPPING
 
     def finished(self, value: Any) -> Any:
         """A value without stand-ins; what lies at the same place is the same tensor."""
@@ -171,8 +176,20 @@ class Finishing:
             start = place + view.offset * TABLE[view.dtype].itemsize
             raw = Raw(self.file, start, steps_of(view))
             made = self._tensors[key] = whole(view.dtype, view.shape, raw)
+            self._count(made, view)
         made.requires_grad |= view.requires_grad
         return made
+
+    def _count(self, made: StoredTensor, view: TensorView) -> None:
+        if view.storage.place not in self._places:
+            self._places.add(view.storage.place)
+            self._room += 16 * view.storage.nbytes
+        self._room -= made.nbytes
+        if self._room < 0:
+            raise FormatError(
+                f"{self.where}: its tensors repeat or share elements so often that they are far "
+                "larger than the file; save copies of them instead"
+            )
 
 
 class _InMemoryFinishing(Finishing):
