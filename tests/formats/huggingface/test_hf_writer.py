@@ -337,6 +337,13 @@ def test_what_is_not_replaced(tmp_path, mark):
         export(tmp_path / "file", {"a": A})
 
 
+@pytest.mark.parametrize("name", ["é" * 120, "模" * 80, "x" * 250])
+def test_directories_of_long_names(tmp_path, name):
+    export(tmp_path / name, {"a": A})
+    export(tmp_path / name, {"a": A + 1}, overwrite=True)
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_what_others_put_there_meanwhile_is_kept(tmp_path, monkeypatch):
     """A tokenizer, a folder, a newer configuration: written while the weights were."""
     path = tmp_path / "model"

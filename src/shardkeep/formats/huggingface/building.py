@@ -60,12 +60,16 @@ class Building:
         self.save_id = save_id
         self._stem = stem
         self._store = open_store(self.target.parent)
-        self.name = f".{self.target.name[:150]}.{save_id}.partial"
+        self.name = f"{self._front()}{save_id}.partial"
         """Of the directory, until it is put in place."""
         self._identity: tuple[int, int] | None = None
         self.committed = False
         """Whether it is in place."""
         self._keep = False
+
+    def _front(self) -> str:
+        # File systems count bytes, and letters may have four.
+        return f".{os.fsencode(self.target.name)[:150].decode(errors='ignore')}."
 
     @property
     def path(self) -> Path:
@@ -142,7 +146,7 @@ class Building:
             os.rmdir(self._store.root / name)
 
     def _remove_stale(self, now: float) -> None:
-        before, after = f".{self.target.name[:150]}.", ".partial"
+        before, after = self._front(), ".partial"
         with contextlib.suppress(OSError):
             for name in self._store.list():
                 if name.startswith(before) and name.endswith(after) and name != self.name:
