@@ -123,6 +123,16 @@ def test_what_differs_between_ranks_is_kept_by_rank(tmp_path):
     assert got["plain.step.rank1"].view(np.int64) != step
 
 
+def test_a_value_whose_pickle_is_damaged_does_not_become_bytes(tmp_path):
+    root = copy(tmp_path, "hyper_parallel_later/r2")
+    path = root / "_rank0_.bytes"
+    data = path.read_bytes()
+    assert data[:5] == pickle.dumps(3, protocol=4)
+    path.write_bytes(data[:2] + b"\x0b" + data[3:])
+    with pytest.raises(FormatError, match="epoch"):
+        hyper_parallel.find(root)
+
+
 def test_large_copies_that_differ_in_some_rows_only_are_told_apart(tmp_path):
     one = np.zeros((64, 8192), np.float32)
     other = one.copy()
