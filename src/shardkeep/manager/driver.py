@@ -125,6 +125,7 @@ class CheckpointManager(RunFolder, Closing):
             moving=self._moving,
         )
         self._retention = self._upkeep.retention
+        self._deleted = self._upkeep.deleted
         self._reached: int | None = None
         """The step this run stands at, once it was restored or has saved."""
         self._handle: SaveHandle | None = None
@@ -374,12 +375,6 @@ class CheckpointManager(RunFolder, Closing):
         with contextlib.suppress(StorageError):  # the save meets it too, if it lasts
             if rewound:
                 self._tell_of_newer(self._reached or 0)
-
-    def delete(self, step: int, *, force: bool = False) -> None:
-        """Remove a step, all copies of it. One that is pinned, or the only one there is, only with
-        `force`."""
-        super().delete(step, force=force)
-        self._upkeep.deleted(step)
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""

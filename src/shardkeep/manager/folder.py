@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.errors import CheckpointNotFoundError, StorageError
@@ -46,6 +46,8 @@ class RunFolder:
         """Steps that are being saved."""
         self._moving = threading.Lock()
         """Held while a step begins to be saved, and while one is moved away or into its place."""
+        self._deleted: Callable[[int], None] = lambda step: None
+        """Told of a step that was removed because somebody wanted it to be."""
 
     @property
     def root(self) -> str:
@@ -105,6 +107,7 @@ class RunFolder:
                     "be left with none"
                 )
             self._remove([step], force=force)
+            self._deleted(step)
             return b""
 
         self._keeper.coordinator.lead("delete", lead)
