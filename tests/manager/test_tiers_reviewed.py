@@ -99,6 +99,45 @@ def test_the_later_save_counts_though_the_clock_went_back(places, monkeypatch, d
     assert shardkeep.open(root / "step-10").save_id == later.save_id
 
 
+# --- the last step before a preemption
+
+
+def test_a_durable_save_does_not_wait_for_copies(places, held_copy):
+    """It needs no room in the fast tier, and there may be seconds left."""
+    fast, root = places
+    reached, go = held_copy
+    with CheckpointManager(root, fast=FastTier(fast, most_waiting=0)) as manager:
+        manager.save(1, state(1))
+        assert reached.wait(60)
+        saving = threading.Thread(
+            target=manager.save, args=(2, state(2)), kwargs={"durable": True}, daemon=True
+        )
+        saving.start()
+        saving.join(20)
+        assert not saving.is_alive()
+        assert newest(root) == 2
+        go.set()
+    assert newest(root) == newest(root, fast) == 2
+
+
+def test_a_durable_save_does_not_fail_for_a_copy_that_did(places, monkeypatch):
+    fast, root = places
+    failed = threading.Event()
+
+    def fails(*args, **options):
+        failed.set()
+        raise StorageError("the network is away")
+
+    monkeypatch.setattr(copier, "copy_step", fails)
+    manager = CheckpointManager(root, fast=FastTier(fast, most_waiting=0))
+    manager.save(1, state(1))
+    assert failed.wait(60)
+    manager.save(2, state(2), durable=True)
+    assert newest(root) == 2
+    with pytest.raises(StorageError, match="the network is away"):  # and is not forgotten
+        manager.close()
+
+
 # --- a fast tier that goes while the program runs
 
 

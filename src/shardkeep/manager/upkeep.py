@@ -244,6 +244,8 @@ class Upkeep:
                 f"{other.path(step)} already holds a checkpoint; choose another step or pass "
                 "overwrite=True"
             )
+        if durable:
+            return  # needs nothing of the fast tier; it may be the last thing there is time for
         self._tiers.bind()
         self.copier.raise_unseen()
         moved, pause = -1, FIRST_LOOK_S
