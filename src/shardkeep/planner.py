@@ -321,6 +321,28 @@ class SavePlanner(ABC):
         return None
 
 
+class PlannedPlanner(SavePlanner):
+    """Gives the elements of a plan that was made by another, or without a state."""
+
+    def set_up_planner(
+        self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
+    ) -> None:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def create_local_plan(self) -> SavePlan:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Planning is over."""
+        raise AssertionError("a snapshot is planned already")
+
+
 class LoadPlanner(ABC):
     """Decides what each rank reads and where it goes."""
 

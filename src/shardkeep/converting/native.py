@@ -25,13 +25,13 @@ from shardkeep.formats.native.jobs import Journal
 from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.formats.native.writer import NativeWriter
-from shardkeep.metadata import Metadata, StorageMeta, TensorProperties
+from shardkeep.metadata import Metadata, TensorProperties
 from shardkeep.planner import (
     BytesWriteData,
     Image,
     Place,
+    PlannedPlanner,
     SavePlan,
-    SavePlanner,
     WriteItem,
     WriteItems,
 )
@@ -130,7 +130,7 @@ class _Lazy:
         raise AssertionError("chunks are whole tensors")
 
 
-class _Converted(SavePlanner):
+class _Converted(PlannedPlanner):
     """Gives the elements of a plan that is made already; reads them ahead of who writes them."""
 
     def __init__(self, contents: Contents, items: WriteItems, budget: int) -> None:
@@ -194,21 +194,3 @@ class _Converted(SavePlanner):
             return self._values[write_item.index.fqn]
         assert write_item.index.index is not None
         return _Lazy(self._contents, self._segment(write_item.index.index))
-
-    def set_up_planner(
-        self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
-    ) -> None:
-        """Planning is over."""
-        raise AssertionError("it is planned already")
-
-    def create_local_plan(self) -> SavePlan:
-        """Planning is over."""
-        raise AssertionError("it is planned already")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Planning is over."""
-        raise AssertionError("it is planned already")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Planning is over."""
-        raise AssertionError("it is planned already")

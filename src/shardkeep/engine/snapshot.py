@@ -25,11 +25,10 @@ from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.memory import Addresses, address_of
-from shardkeep.metadata import Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
     Image,
-    Place,
+    PlannedPlanner,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -264,7 +263,7 @@ def _units_of(start: Ints, nbytes: Ints, unit: int, count: int) -> Ints:
     return np.flatnonzero(np.cumsum(edges[:-1]))
 
 
-class StagedPlanner(SavePlanner):
+class StagedPlanner(PlannedPlanner):
     """Stands in for a planner once its elements are in an arena, or on their way there."""
 
     def __init__(self, snapshot: Snapshot, features: frozenset[str]) -> None:
@@ -280,24 +279,6 @@ class StagedPlanner(SavePlanner):
     def features(self) -> frozenset[str]:
         """As before."""
         return self._features
-
-    def set_up_planner(
-        self, state_dict: object, storage_meta: StorageMeta | None = None, place: Place = Place()
-    ) -> None:
-        """Planning is over."""
-        raise AssertionError("a snapshot is planned already")
-
-    def create_local_plan(self) -> SavePlan:
-        """Planning is over."""
-        raise AssertionError("a snapshot is planned already")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Planning is over."""
-        raise AssertionError("a snapshot is planned already")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Planning is over."""
-        raise AssertionError("a snapshot is planned already")
 
     def places(self, rows: Ints) -> Ints:
         """Where in the arena chunks of the plan lie."""
