@@ -9,10 +9,16 @@ import threading
 import time
 
 import pytest
-from runs import blank, fill, is_state, killed_save, state
+from runs import blank, damage, fill, is_state, killed_save, state
 
 import shardkeep
-from shardkeep import CheckpointExistsError, CheckpointManager, FastTier, StorageError
+from shardkeep import (
+    CheckpointExistsError,
+    CheckpointManager,
+    CorruptionError,
+    FastTier,
+    StorageError,
+)
 from shardkeep.formats.native.commit import Lease
 from shardkeep.manager import copier, publishing
 from shardkeep.manager.catalog import Catalog
@@ -46,6 +52,18 @@ def held_copy(monkeypatch):
     monkeypatch.setattr(publishing, "copy_checkpoint", waits)
     yield reached, go
     go.set()
+
+
+class Held:
+    """A call that waits until it may go on."""
+
+    def __init__(self, call):
+        self.call, self.reached, self.go = call, threading.Event(), threading.Event()
+
+    def __call__(self, *args, **options):
+        self.reached.set()
+        assert self.go.wait(60)
+        return self.call(*args, **options)
 
 
 def newest(root, fast=None):
@@ -230,6 +248,29 @@ def test_who_waits_for_a_copy_waits_until_its_name_is_durable(places, monkeypatc
     assert manager.wait_copied(1, timeout=60)
     assert (root, "") in synced  # by who was asked, as the copier has not come to it
     held.set()
+    manager.close()
+
+
+def test_who_waits_for_a_copy_hears_of_damage_that_is_found_just_then(places, monkeypatch):
+    fast, root = places
+    monkeypatch.setattr(copier, "copy_step", damaged := Held(copier.copy_step))
+    manager = CheckpointManager(root, fast=fast)
+    manager.save(1, state(1))
+    assert damaged.reached.wait(60)
+    damage(fast, 1)
+    upkeep = manager._upkeep
+    plain = upkeep.waiting
+
+    def waiting():
+        if threading.current_thread() is threading.main_thread():
+            damaged.go.set()
+            while not upkeep.copier.damaged:
+                time.sleep(0.01)
+        return plain()
+
+    monkeypatch.setattr(upkeep, "waiting", waiting)
+    with pytest.raises(CorruptionError, match="differs from its digest"):
+        manager.wait_copied(1, timeout=60)
     manager.close()
 
 

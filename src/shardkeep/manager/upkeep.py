@@ -270,9 +270,10 @@ class Upkeep:
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK_S
         while True:
-            if self.copier is not None:
-                self.copier.raise_unseen()
             waiting = self.waiting()
+            if self.copier is not None:
+                # Now, not before: what was found damaged meanwhile is not waited for any more.
+                self.copier.raise_unseen()
             if step is None and not waiting:
                 self._miss_nothing()
                 self._sync_durable()
