@@ -119,7 +119,7 @@ def _load_once(
         opened = time.perf_counter()
 
         def ready(plan: LoadPlan) -> None:
-            nbytes = _wanted_bytes(plan)
+            nbytes = ReadItems.of(plan).nbytes
             if nbytes > SOON_READ:
                 paused.close()
             planned(nbytes)
@@ -228,15 +228,6 @@ def _plan(
 
     answer = coordinator.gather_scatter("plan", make_local, join)
     return planner.finish_plan(local.pop()), msgspec.msgpack.decode(answer, type=_Names)
-
-
-def _wanted_bytes(plan: LoadPlan) -> int:
-    items = plan.items
-    assert isinstance(items, ReadItems)
-    from shardkeep.columns import Boxes
-
-    volumes = Boxes(items.chunks.boxes.start, items.low, items.size).volumes()
-    return int((volumes * items.tensors.itemsize[items.chunks.tensor]).sum())
 
 
 def check_ties(filling: Filling, reader: StorageReader) -> None:

@@ -206,6 +206,19 @@ class ReadItems(Rows[ReadItem]):
     value_dest: Sequence[int] = ()
     """Number of each on this rank."""
 
+    @classmethod
+    def of(cls, plan: LoadPlan) -> ReadItems:
+        """The items of a plan, which must be columns."""
+        if not isinstance(plan.items, ReadItems):
+            raise TypeError("this storage needs the plan of the default planner")
+        return plan.items
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all regions."""
+        volumes = Boxes(self.chunks.boxes.start, self.low, self.size).volumes()
+        return int((volumes * self.tensors.itemsize[self.chunks.tensor]).sum())
+
     def __len__(self) -> int:
         """Regions and values together."""
         return len(self.chunks) + len(self.value_names)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
@@ -22,10 +22,19 @@ from shardkeep.columns import Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, Place, SavePlan, SavePlanner, WriteItems
+from shardkeep.planner import (
+    LoadPlan,
+    LoadPlanner,
+    Place,
+    ReadItems,
+    SavePlan,
+    SavePlanner,
+    WriteItems,
+)
 
 __all__ = [
     "CheckpointId",
+    "ColumnReader",
     "ReadOnce",
     "StorageReader",
     "StorageWriter",
@@ -225,6 +234,33 @@ class StorageReader(ABC):
     @abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Whether this storage can read there."""
+
+
+class ColumnReader(StorageReader):
+    """A reader of plans that are columns, to which it has nothing to add."""
+
+    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
+        """Nothing to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    @abstractmethod
+    def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
+        """Read values by name; `deliver(i, data)` gets the encoding of the i-th."""
+
+    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """The values of the plan: they are small, and may still refuse the load."""
+        items = ReadItems.of(plan)
+        self.read_values(
+            items.value_names,
+            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
+        )
 
 
 @runtime_checkable

@@ -33,9 +33,9 @@ from shardkeep.foreign.pieces import Piece, Strided, read_pieces
 from shardkeep.foreign.tables import ODD, Tables, tables_of
 from shardkeep.foreign.unchanged import Marks
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
+from shardkeep.planner import LoadPlan, LoadPlanner, ReadItems
 from shardkeep.reads import plan_reads
-from shardkeep.storage import CheckpointId, ReadOnce, StorageReader
+from shardkeep.storage import CheckpointId, ColumnReader, ReadOnce
 from shardkeep.stores.local import above_stdio, storage_errors
 from shardkeep.stores.reading import ReadFile
 from shardkeep.tables import LocationColumns
@@ -49,7 +49,7 @@ PIECE = 4 << 20
 BYTE = lookup("uint8")
 
 
-class ForeignReader(StorageReader):
+class ForeignReader(ColumnReader):
     """Reads what other systems wrote; thread-safe once the metadata is read."""
 
     digest: str | None = None
@@ -119,17 +119,6 @@ class ForeignReader(StorageReader):
             StorageMeta(self.checkpoint_id),
         )
 
-    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
-
     def close(self) -> None:
         """Let go of files."""
         self._files.close()
@@ -154,14 +143,6 @@ class ForeignReader(StorageReader):
         return BlockFile(file, name or str(path), BLOCK, file.size)
 
     # --- values
-
-    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Hand over the values of the plan."""
-        items = _items_of(plan)
-        self.read_values(
-            items.value_names,
-            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
-        )
 
     def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
         """Values by name; `deliver(i, data)` gets the i-th in our encoding."""
@@ -188,10 +169,10 @@ class ForeignReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan, but for what `share_reads` has brought."""
         begun, self._begun = self._begun, None
-        return self._finish(_items_of(plan), *(begun or self._planned(plan, planner)))
+        return self._finish(ReadItems.of(plan), *(begun or self._planned(plan, planner)))
 
     def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, list[Piece]]:
-        items = _items_of(plan)
+        items = ReadItems.of(plan)
         return self._reading(items, planner.sinks(items), planner.places(items), planner.staging)
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
@@ -208,9 +189,7 @@ class ForeignReader(StorageReader):
             self._marks.check_all(self._files_of(items))
         for key, value in reading.stats.items():
             self.stats[key] += value
-        delivered = Boxes(items.chunks.boxes.start, items.low, items.size).volumes()
-        nbytes = delivered * items.tensors.itemsize[items.chunks.tensor]
-        return int(nbytes.sum())
+        return items.nbytes
 
     def _files_of(self, items: ReadItems) -> list[int]:
         chunks = items.chunks
@@ -376,9 +355,3 @@ def _as_bytes(regions: Regions) -> Regions:
         dtype=[BYTE],
         kind=zeros,
     )
-
-
-def _items_of(plan: LoadPlan) -> ReadItems:
-    if not isinstance(plan.items, ReadItems):
-        raise TypeError("this storage needs the plan of the default planner")
-    return plan.items

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from shardkeep.columns import Boxes
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, TensorProperties
-from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
-from shardkeep.storage import CheckpointId, StorageReader
+from shardkeep.planner import LoadPlan, LoadPlanner, ReadItems
+from shardkeep.storage import CheckpointId, ColumnReader, StorageReader
 from shardkeep.structure import TENSOR, VALUE, Structure
 from shardkeep.surgery.operation import Operated, Surgery
 from shardkeep.surgery.pieces import Composed
@@ -51,7 +51,7 @@ def operated_on(
     return operated, made
 
 
-class OperatedReader(StorageReader):
+class OperatedReader(ColumnReader):
     """Reads what another reader has, as surgery leaves it."""
 
     def __init__(self, reader: StorageReader, surgery: Surgery) -> None:
@@ -99,28 +99,13 @@ class OperatedReader(StorageReader):
         word: bytes = self._reader.announcement()
         return word
 
-    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
-
-    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Values, by the names they are stored under."""
-        items = _items_of(plan)
-        self._reader.read_values(
-            [self._operated.values[name] for name in items.value_names],
-            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
-        )
+    def read_values(self, names: Sequence[str], deliver: Callable[[int, bytes], None]) -> None:
+        """By the names they are stored under."""
+        self._reader.read_values([self._operated.values[name] for name in names], deliver)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Wanted boxes, piece by piece of what is stored."""
-        items = _items_of(plan)
+        items = ReadItems.of(plan)
         assert self._stored is not None
         sinks = planner.sinks(items)
         view = View(self._operated.tensors, self._stored, self._reader.read_tensors)
@@ -132,8 +117,7 @@ class OperatedReader(StorageReader):
                 for number, box in boxes
             ]
         )
-        nbytes = Boxes(items.chunks.boxes.start, items.low, items.size).volumes()
-        return int((nbytes * items.tensors.itemsize[items.chunks.tensor]).sum())
+        return items.nbytes
 
     def same_content(self, first: str, second: str) -> bool:
         """Only where two tensors are stored ones as they are, or made of the same pieces."""
@@ -186,9 +170,3 @@ def _columns(operated: Operated, structure: Structure) -> StateColumns:
         lambda at: chunks.part(int(begin[at]), int(begin[at + 1])),
         chunks,
     )
-
-
-def _items_of(plan: LoadPlan) -> ReadItems:
-    if not isinstance(plan.items, ReadItems):
-        raise TypeError("surgery needs the plan of the default planner")
-    return plan.items

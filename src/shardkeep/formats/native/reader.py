@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from shardkeep.arrays import HostPlaces, Sink, Staging
-from shardkeep.columns import Boxes, Column, Ints
+from shardkeep.columns import Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
@@ -38,15 +38,15 @@ from shardkeep.formats.native.index import Index
 from shardkeep.formats.native.names import CONTENT_KEY, RECORD
 from shardkeep.formats.native.record import FileRow, Record, decode_record
 from shardkeep.metadata import Metadata, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, Place, ReadItems
-from shardkeep.storage import CheckpointId, ReadOnce, StorageReader
+from shardkeep.planner import LoadPlan, LoadPlanner, ReadItems
+from shardkeep.storage import CheckpointId, ColumnReader, ReadOnce
 from shardkeep.stores.local import LocalStore, ReadFile, storage_errors
 from shardkeep.tables import ChunkTable, LocationColumns
 
 __all__ = ["NativeReader"]
 
 
-class NativeReader(StorageReader):
+class NativeReader(ColumnReader):
     """Reads checkpoints of the native format; thread-safe once the metadata is read."""
 
     record: Record
@@ -177,17 +177,6 @@ class NativeReader(StorageReader):
         """The record, so that other ranks need not look it up."""
         return self._record_bytes
 
-    def set_up_storage_reader(self, metadata: Metadata, place: Place) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
-        return plans
-
     # --- files
 
     def _open(self, row: FileRow, check: bool) -> VerifiedFile:
@@ -282,14 +271,6 @@ class NativeReader(StorageReader):
 
     # --- data
 
-    def read_bytes(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Read the values of the plan: they are small, and may still refuse the load."""
-        items = _items_of(plan)
-        self.read_values(
-            items.value_names,
-            lambda at, data: planner.load_bytes(items[len(items.chunks) + at], data),
-        )
-
     def share_reads(
         self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
     ) -> None:
@@ -304,12 +285,12 @@ class NativeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan, but for what `share_reads` has brought."""
-        items = _items_of(plan)
+        items = ReadItems.of(plan)
         begun, self._begun = self._begun, None
         return self._finish(items, begun or self._planned_reading(plan, planner))
 
     def _planned_reading(self, plan: LoadPlan, planner: LoadPlanner) -> Reading:
-        items = _items_of(plan)
+        items = ReadItems.of(plan)
         sinks, places = planner.sinks(items), planner.places(items)
         return self._reading(items, sinks, places, planner.staging)
 
@@ -348,9 +329,7 @@ class NativeReader(StorageReader):
             reading.run()
         for key, value in reading.stats.items():
             self.stats[key] += value
-        chunks = items.chunks
-        delivered = Boxes(chunks.boxes.start, items.low, items.size).volumes()
-        return int((delivered * items.tensors.itemsize[chunks.tensor]).sum())
+        return items.nbytes
 
     def wants(self, items: ReadItems, budget: int, window: Address | None) -> bytes:
         """Which blocks will be read for these, as `plan_shares` is told."""
@@ -504,9 +483,3 @@ class NativeReader(StorageReader):
         begins = np.ascontiguousarray(table[:, :CONTENT_KEY]).view("<i8").reshape(-1)
         order = np.argsort(begins, kind="stable")
         return begins[order], table[order, CONTENT_KEY:]
-
-
-def _items_of(plan: LoadPlan) -> ReadItems:
-    if not isinstance(plan.items, ReadItems):
-        raise TypeError("the native format needs the plan of the default planner")
-    return plan.items
