@@ -19,6 +19,7 @@ from slow_disks import LONG_S, faulty_disk
 import shardkeep
 import shardkeep.background
 from shardkeep import PlanError, ShardedArray, ThreadRanks
+from shardkeep.engine.moves import Mover
 from shardkeep.engine.snapshot import Snapshot
 
 KINDS = ["<f4", "<f8", "<i8", "<u2", "|u1", "|b1", "<c16", "<f2"]
@@ -673,24 +674,28 @@ def test_saves_in_a_row_take_one_copy_of_the_state_and_no_more(tmp_path):
     assert seen[-1] < seen[1] + slack, seen
 
 
-def test_writing_begins_when_the_copy_is_done_unless_memory_must_be_found_first(
-    tmp_path, keeper, monkeypatch
-):
-    # Memory that is new comes far slower than a disk writes.
-    monkeypatch.setattr("shardkeep.background.HOST_UNIT", 1 << 16)
-    seen = []
-    real = shardkeep.background.plan_steps
+def test_the_disk_is_at_work_before_the_last_byte_is_copied(tmp_path, keeper, monkeypatch):
+    monkeypatch.setattr("shardkeep.background.HOST_UNIT", 1 << 20)
+    monkeypatch.setattr("shardkeep.background.MOST_COPYING", 1)
+    state = {f"w{n}": np.full(1 << 20, n, np.uint8) for n in range(8)}
+    move, pwrite, writing = Mover.fill, os.pwrite, threading.Event()
 
-    def plan_steps(*given):
-        steps = real(*given)
-        seen.append((steps.before_writing, len(steps.now)))
-        return steps
+    def fill(mover, low, high, data):
+        if low >= 4 << 20:  # not before something was written
+            assert writing.wait(LONG_S)
+        move(mover, low, high, data)
 
-    monkeypatch.setattr("shardkeep.background.plan_steps", plan_steps)
-    state = {"w": np.arange(1 << 17, dtype="<f4")}
-    for number in range(3):
-        keeper.async_save(state, tmp_path / str(number)).result()
-    assert [before for before, _ in seen] == [0, seen[1][1], seen[2][1]]
-    assert seen[1][1] > 0
-    keeper.async_save({"w": np.arange(1 << 18, dtype="<f4")}, tmp_path / "larger").result()
-    assert seen[3][0] == 0
+    def note(fd, data, offset):
+        if len(data) >= 1 << 19:
+            writing.set()
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(Mover, "fill", fill)
+    monkeypatch.setattr(os, "pwrite", note)
+    for number in range(2):
+        writing.clear()
+        state["w7"][:] = number
+        keeper.async_save(state, tmp_path / str(number)).result(LONG_S)
+        shardkeep.verify(tmp_path / str(number))
+        with shardkeep.open(tmp_path / str(number)) as saved:
+            assert all((saved[name][:] == state[name]).all() for name in state)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
@@ -69,8 +68,19 @@ class WriteItem:
     """What it is."""
 
 
-Image: TypeAlias = Callable[[int, int], Bytes | None]
-"""Memory of ours that holds the bytes [low, high) of a file, if there is any. May wait for them."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Image:
+    """Memory of ours that holds bytes of a file as they lie there: nothing need be copied."""
+
+    find: Callable[[int, int], Bytes | None]
+    """The bytes [low, high), if they are in it. May wait for them."""
+    is_settled: Callable[[], bool] = lambda: True
+    """Whether threads have ended to copy into it. Until then it stays as it is where it is found,
+    and whoever writes from it leaves the cores to them."""
+
+
+NO_IMAGE = Image(lambda low, high: None)
+"""Has nothing of any file."""
 
 YIELDS = -1
 """In place of a set of holders: only to be saved if no rank holds the same box otherwise."""

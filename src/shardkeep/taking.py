@@ -28,8 +28,8 @@ class Steps:
     later: list[Copying] = field(default_factory=list)
     """Copied while the caller goes on."""
     before_writing: int = 0
-    """How many of these copies come before anything is written. Those of a device are begun by many
-    turns at the interpreter; and writers take a share of the memory's rate from what is copied."""
+    """How many of these copies come before anything is written: those of a device are begun by many
+    turns at the interpreter."""
     follow: Callable[[], None] = lambda: None
     """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]] = tuple
@@ -49,8 +49,6 @@ def plan_steps(
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
         steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
-        if held.length > taken.unit and taken.is_ready(None):
-            steps.before_writing = len(steps.now)
         steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):

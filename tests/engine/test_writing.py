@@ -23,6 +23,7 @@ from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import PAGE_DIGESTS, ContentDigests, DigestLayout, algorithm
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.writing import Payload, WriteStats, write_file
+from shardkeep.planner import NO_IMAGE, Image
 from shardkeep.stores import direct, local
 from shardkeep.stores.local import LocalStore
 
@@ -50,7 +51,29 @@ def reference(head, arrays, values, block, piece):
     return data + level1 + tail, digest(tail)
 
 
-def written(file, head, arrays, values, block, pool, stats=None, writers=0):
+class Taken:
+    """A snapshot of arrays, in memory that is settled after it was asked for so many units."""
+
+    def __init__(self, head, arrays, settled_after):
+        raw = b"".join(
+            np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<")).tobytes()
+            for array in arrays
+        )
+        self.begin, self.bytes = len(head), np.frombuffer(raw, np.uint8)
+        self.left, self.found = settled_after, 0
+
+    def find(self, low, high):
+        if low < self.begin or high > self.begin + len(self.bytes):
+            return None
+        self.left -= 1
+        self.found += 1
+        return self.bytes[low - self.begin : high - self.begin]
+
+    def image(self):
+        return Image(self.find, lambda: self.left < 0)
+
+
+def written(file, head, arrays, values, block, pool, stats=None, writers=0, image=NO_IMAGE):
     """The same through the engine."""
     nbytes = np.array([array.nbytes for array in arrays], np.int64)
     start = len(head) + np.cumsum(nbytes) - nbytes
@@ -66,6 +89,7 @@ def written(file, head, arrays, values, block, pool, stats=None, writers=0):
         nbytes,
         np.array([array.itemsize for array in arrays], np.int64),
         lambda low, high: [HostSource(array) for array in arrays[low:high]],
+        image,
     )
     layout = DigestLayout(late_start + 24 * len(arrays) + len(values), block, 16)
     file.allocate(layout.file_size)
@@ -196,6 +220,62 @@ def test_files_are_those_of_the_reference(
         assert ended_direct, "nothing was refused, so nothing had to leave direct I/O"
     if kernel.refused:
         assert not ended_direct
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    state=states(),
+    block=st.sampled_from([4096, 8192]),
+    unit=st.integers(4096, 1 << 14),
+    threads=st.sampled_from([1, 2, 4]),
+    writers=st.sampled_from([0, 1, 3]),
+    settled_after=st.one_of(st.integers(0, 20), st.just(1 << 20)),
+    piece=st.sampled_from([1000, 1 << 14]),
+)
+def test_what_is_written_while_a_snapshot_is_taken_is_digested_all_the_same(
+    state, block, unit, threads, writers, settled_after, piece
+):
+    head, arrays, values = state
+    expected, root = reference(head, arrays, values, block, piece)
+    taken = Taken(head, arrays, settled_after)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digests, "CONTENT_PIECE", piece)
+        patch.setattr(writing, "SMALL", 64)
+        file = LocalStore(folder).create("x")
+        pool = small_pool(unit, threads, block)
+        found = written(
+            file, head, arrays, values, block, pool, writers=writers, image=taken.image()
+        )
+        file.close()
+        assert (Path(folder) / "x").read_bytes() == expected
+    assert found == root
+    if len(taken.bytes) > 2 * max(unit, block) + block:
+        assert taken.found
+
+
+def test_a_file_that_ends_with_its_chunks_has_every_digest(tmp_path):
+    # Nothing comes after the chunks, so that the last unit too is found in the snapshot.
+    arrays, size = [np.arange(16484, dtype=np.uint32)], 16484 * 4
+    taken = Taken(b"", arrays, 1 << 20)
+    chunks = Chunks(
+        np.zeros(1, np.int64),
+        np.array([size]),
+        np.array([4]),
+        lambda low, high: pytest.fail("it is in memory"),
+        taken.image(),
+    )
+    layout = DigestLayout(size, 4096, 16)
+    file = LocalStore(tmp_path).create("x")
+    file.allocate(layout.file_size)
+    payload = Payload(b"", chunks, size)
+    pool = small_pool(1 << 13, 2, 4096)
+    root = write_file(file, payload, layout, pool=pool, algorithm=XXH3, threads=2, writers=1)
+    file.close()
+    raw, digest = arrays[0].tobytes(), xxhash.xxh3_128_digest
+    level1 = b"".join(digest(raw[at : at + 4096]) for at in range(0, len(raw), 4096))
+    written_now = (tmp_path / "x").read_bytes()
+    assert written_now[: len(raw) + len(level1)] == raw + level1
+    assert root == digest(written_now[len(raw) + len(level1) :])
 
 
 def open_files():

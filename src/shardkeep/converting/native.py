@@ -166,7 +166,7 @@ class _Converted(PlannedPlanner):
         filling = Filling(segments, self._contents.read)
         windows = Windows(int(start[0]), int(start[-1] + nbytes[-1]), self._window, filling.fill)
         self._open.add(windows)
-        return windows.find
+        return Image(windows.find)
 
     def _segment(self, row: int, start: int = 0) -> Elements:
         tensor = self._out[row]

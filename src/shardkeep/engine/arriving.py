@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from shardkeep.arrays import Bytes, HostSource, Source
 from shardkeep.columns import Ints
+from shardkeep.planner import NO_IMAGE, Image
 
 __all__ = ["Arriving", "ArrivingSource", "Incoming", "arriving_sources", "image_of"]
 
@@ -29,6 +30,9 @@ class Arriving(Protocol):
 
     def wait(self, low: int, high: int) -> None:
         """Until the bytes [low, high) are there."""
+
+    def is_settled(self) -> bool:
+        """Whether no thread of this process copies into it any more."""
 
 
 class Incoming:
@@ -52,6 +56,10 @@ class Incoming:
         with self._changed:
             self._changed.wait_for(lambda: self._there >= high)
 
+    def is_settled(self) -> bool:
+        """It is another process that fills it."""
+        return True
+
 
 @dataclass(frozen=True, eq=False)
 class ArrivingSource:
@@ -73,13 +81,11 @@ class ArrivingSource:
         return HostSource(self.array).part(offsets, sizes)
 
 
-def image_of(
-    arriving: Arriving, start: Ints, nbytes: Ints, place: Ints
-) -> Callable[[int, int], Bytes | None]:
+def image_of(arriving: Arriving, start: Ints, nbytes: Ints, place: Ints) -> Image:
     """For chunks that begin at `start` in a file and at `place` in such memory: finds bytes of the
     file there, once they have arrived, if the chunks lie the same in both."""
     if not len(start) or not np.array_equal(place - place[0], start - start[0]):
-        return lambda low, high: None
+        return NO_IMAGE
     begin, end, shift = int(start[0]), int(start[-1] + nbytes[-1]), int(place[0] - start[0])
 
     def find(low: int, high: int) -> Bytes | None:
@@ -88,7 +94,7 @@ def image_of(
         arriving.wait(low + shift, high + shift)
         return arriving.memory[low + shift : high + shift]
 
-    return find
+    return Image(find, arriving.is_settled)
 
 
 def arriving_sources(

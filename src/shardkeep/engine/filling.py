@@ -24,6 +24,7 @@ from shardkeep.arrays import (
 from shardkeep.columns import Ints
 from shardkeep.engine.moves import Mover
 from shardkeep.memory import Addresses
+from shardkeep.planner import NO_IMAGE, Image
 
 __all__ = ["SMALL", "Chunks", "Filler"]
 
@@ -43,9 +44,8 @@ class Chunks:
     """Bytes of an element of each."""
     sources: Callable[[int, int], Sequence[Source]]
     """Gives the elements of chunks [low, high), when they are needed, on any thread."""
-    image: Callable[[int, int], Bytes | None] = lambda low, high: None
-    """Memory of ours that holds the bytes [low, high) as they lie there, if there is any: nothing
-    need be copied then. May wait for them."""
+    image: Image = NO_IMAGE
+    """Memory of ours that holds some of it."""
     addresses: Callable[[int, int], Addresses] | None = None
     """Says where chunks [low, high) lie in host memory as they are stored, which stands still
     until all is copied; 0 for one that does not."""

@@ -243,6 +243,10 @@ class Snapshot:
                         self._changed.wait(LOOK_S)
         self._check()
 
+    def is_settled(self) -> bool:
+        """Whether threads have ended to copy; a device may still be at it."""
+        return not self._missing.any()
+
     def arrivals(self) -> Iterator[int]:
         """Up to where all of the arena is there, again and again until that is its end."""
         for low in range(0, self.held.length, self.unit):

@@ -4,7 +4,8 @@
 A file is cut into units. Each is filled (the caller's memory is read once, into a buffer of ours),
 digested while it is hot, and written at its place: what is digested is what is written. Filling and
 digesting keep a core busy and writing keeps a disk busy, so each has threads of its own, and a unit
-is handed from one to the other.
+is handed from one to the other. Memory of a snapshot needs no filling and stands still: while the
+cores are busy with taking it, its units are written first and digested later.
 """
 
 from __future__ import annotations
@@ -165,6 +166,11 @@ class _FileWriter:
         # Direct I/O moves whole pages; the bytes after the last of them go with the digests.
         self._last_page = layout.payload // FILE_ALIGNMENT * FILE_ALIGNMENT
         self._rest = b""
+        self._put_off: list[list[_Filled]] = []
+        """What was written before it was digested, strip by strip."""
+        self._catching_up = threading.Lock()
+        self._is_last = False
+        """Whether only what depends on digests is left."""
         if layout.payload <= pool.unit:
             writers = 0
         self._writers = Crew(self._write_unit, self._drop, writers, "write")
@@ -175,7 +181,9 @@ class _FileWriter:
         turning = self._payload.late_start // layout.block * layout.block
         threads = self._threads()
         with self._writers:
-            run_in_order(self._strips(turning, threads), self._strip, threads)
+            run_in_order(self._strips(turning, threads), self._next_strip, threads)
+            run_in_order(self._put_off, self._digest_all, threads)
+            self._is_last = True
             self._strip((turning, layout.payload))
         entry, root = layout.seal(bytes(self._level1), self._algorithm)
         self._write_end(np.frombuffer(self._rest + entry, np.uint8))
@@ -194,12 +202,21 @@ class _FileWriter:
         together = max(1, min(STRIP, end // (unit * threads * STRIP)))
         return list(_units(0, end, unit * together))
 
+    def _next_strip(self, strip: tuple[int, int]) -> None:
+        """After one that was put off, if there is any: the disk has units to write meanwhile."""
+        if self._payload.chunks.image.is_settled():
+            with self._catching_up:
+                late = self._put_off.pop() if self._put_off else []
+            self._digest_all(late)
+        self._strip(strip)
+
     def _strip(self, strip: tuple[int, int]) -> None:
         """One unit after the other: a piece that two of them share is then digested in order.
 
         What comes from a device is begun one unit ahead.
         """
         ahead: list[_Filled] = []
+        put_off: list[_Filled] = []
         try:
             for low, high in _units(*strip, self._pool.unit):
                 buffer = self._pool.take(wait=not ahead)
@@ -208,10 +225,17 @@ class _FileWriter:
                     buffer = self._pool.take()
                     assert buffer is not None
                 ahead.append(self._begin(low, high, buffer))
+                if len(ahead) == 1 and self._is_put_off(ahead[0]):
+                    put_off.append(ahead.pop())
+                    self._writers.hand(put_off[-1])
+                    continue
+                self._digest_all(put_off)
                 if self._pool.staging is None or len(ahead) > 1:
                     self._finish(ahead.pop(0))
             while ahead:
                 self._finish(ahead.pop(0))
+            if put_off:
+                self._put_off.append(put_off)
         finally:
             for filled in ahead:
                 self._drop(filled)
@@ -220,7 +244,7 @@ class _FileWriter:
         begun = time.perf_counter()
         staging = self._pool.staging
         try:
-            image = self._payload.chunks.image(low, high)
+            image = self._payload.chunks.image.find(low, high)
             if image is not None:
                 return _Filled(low, high, buffer, self._filler.rows(low, high), None, image)
             rows = self._fill(low, high, buffer[: high - low])
@@ -249,6 +273,19 @@ class _FileWriter:
             raise
         self._stats.add(copy_s=there - begun, digest_s=digested - there)
         self._writers.hand(filled)
+
+    def _is_put_off(self, filled: _Filled) -> bool:
+        """Whether it stands still where it is, and there is no core to digest it now."""
+        settled = self._payload.chunks.image.is_settled
+        return filled.image is not None and not self._is_last and not settled()
+
+    def _digest_all(self, put_off: list[_Filled]) -> None:
+        """Units of one strip, in order, of which none is left to digest then."""
+        while put_off:
+            filled = put_off.pop(0)
+            begun = time.perf_counter()
+            self._digest(filled.low, filled.rows, filled.data)
+            self._stats.add(digest_s=time.perf_counter() - begun)
 
     def _write_unit(self, filled: _Filled) -> None:
         begun = time.perf_counter()
