@@ -29,7 +29,7 @@ def ends(alive):
 @pytest.mark.parametrize("size", [0, 1, 100, frames.PIECE, 5 * frames.PIECE + 3])
 def test_messages_of_any_size_arrive_in_order(ends, size):
     here, there = ends
-    sent = [Job("a:b", os.urandom(size), 8), There(5), Done(b"x" * size), Hello()]
+    sent = [Job("a:b", os.urandom(size), 8), There(5, True), Done(b"x" * size), Hello()]
     sender = threading.Thread(target=lambda: [here.send(message) for message in sent])
     sender.start()
     assert [there.receive() for _ in sent] == [(message, []) for message in sent]
@@ -43,21 +43,21 @@ def test_a_descriptor_comes_with_its_message(ends):
     os.write(fd, b"shared")
     here.send(Hello())
     here.send(Memory(6), fd)
-    here.send(There(6))
+    here.send(There(6, True))
     os.close(fd)
     assert there.receive() == (Hello(), [])
     message, (got,) = there.receive()
     assert message == Memory(6)
     assert os.pread(got, 6, 0) == b"shared"
     os.close(got)
-    assert there.receive() == (There(6), [])
+    assert there.receive() == (There(6, True), [])
 
 
 def test_the_end_is_told_from_silence(ends):
     here, there = ends
-    here.send(There(1))
+    here.send(There(1, True))
     here.close()
-    assert there.receive() == (There(1), [])
+    assert there.receive() == (There(1, True), [])
     with pytest.raises(Gone):
         there.receive()
     with pytest.raises(Gone):
@@ -67,9 +67,9 @@ def test_the_end_is_told_from_silence(ends):
 def test_who_is_dead_is_gone_even_if_its_end_is_open(ends, alive, monkeypatch):
     monkeypatch.setattr(frames, "LOOK_MS", 20)
     here, there = ends
-    here.send(There(1))
+    here.send(There(1, True))
     alive[0] = False
-    assert there.receive() == (There(1), []), "what it said last still counts"
+    assert there.receive() == (There(1, True), []), "what it said last still counts"
     with pytest.raises(Gone):
         there.receive()
     with pytest.raises(Gone):  # nobody takes it

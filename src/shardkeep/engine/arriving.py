@@ -32,7 +32,7 @@ class Arriving(Protocol):
         """Until the bytes [low, high) are there."""
 
     def is_settled(self) -> bool:
-        """Whether no thread of this process copies into it any more."""
+        """Whether no thread copies into it any more; a device may."""
 
 
 class Incoming:
@@ -42,13 +42,13 @@ class Incoming:
         """Nothing is there yet."""
         self.memory = memory
         self.unit = unit
-        self._there = 0
+        self._there, self._settled = 0, False
         self._changed = threading.Condition()
 
-    def reach(self, below: int) -> None:
-        """All bytes below this one are there."""
+    def reach(self, below: int, settled: bool) -> None:
+        """All bytes below this one are there; and whether nobody's threads copy any more."""
         with self._changed:
-            self._there = below
+            self._there, self._settled = below, settled
             self._changed.notify_all()
 
     def wait(self, low: int, high: int) -> None:
@@ -57,8 +57,8 @@ class Incoming:
             self._changed.wait_for(lambda: self._there >= high)
 
     def is_settled(self) -> bool:
-        """It is another process that fills it."""
-        return True
+        """As was said last."""
+        return self._settled
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,8 @@ class There(msgspec.Struct, frozen=True, tag=True):
     """To the process: so many bytes of the memory are there."""
 
     below: int
+    settled: bool
+    """Whether no thread of the program copies any more."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

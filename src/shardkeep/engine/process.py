@@ -131,7 +131,7 @@ class WriterProcess:
             running.channel.send(Job(work, data, snapshot.unit), meanwhile=meanwhile)
             answer: bytes | None = None
             for high in snapshot.arrivals():
-                running.channel.send(There(high), meanwhile=meanwhile)
+                running.channel.send(There(high, snapshot.is_settled()), meanwhile=meanwhile)
                 while answer is None and running.channel.has_message():
                     answer = running.hear(progress, meanwhile)
             while answer is None:

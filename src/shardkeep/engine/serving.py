@@ -116,7 +116,7 @@ class _Server:
     def _hear(self) -> None:
         message, descriptors = self._channel.receive()
         if isinstance(message, There):
-            self._incoming.reach(message.below)
+            self._incoming.reach(message.below, message.settled)
         elif isinstance(message, Job):
             self._incoming = Incoming(self._memory, message.unit)
             self._jobs.put((message, self._incoming))
