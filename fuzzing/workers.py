@@ -1,0 +1,226 @@
+"""Processes that fuzz, each for itself, and what they tell."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import Any
+
+from fuzzing.guidance import Guidance
+from fuzzing.targets import Target
+from fuzzing.watching import Finding, Watch
+
+__all__ = ["Plan", "Tally", "fuzz", "scratch_folder"]
+
+_SLICE = 500
+"""Executions in a row with one parser, for each 10 of its weight."""
+_KEPT_BYTES = 1 << 15
+"""Bytes of an input that is kept."""
+_SAME = 3
+"""Inputs told of for one fault."""
+_NOTE = 64 << 20
+_ONE_ARENA = -8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for."""
+
+    seed: int
+    """Of all that is random."""
+    workers: int
+    """Processes."""
+    executions: int | None = None
+    """Of all parsers together."""
+    seconds: float | None = None
+    """After which no slice is begun."""
+
+
+@dataclass
+class Tally:
+    """What was done with one parser."""
+
+    executions: int = 0
+    """Inputs parsed."""
+    seconds: float = 0.0
+    """In all processes together, making the inputs included."""
+    kept: int = 0
+    """Inputs that reached new lines."""
+    findings: list[Finding] = field(default_factory=list)
+    """What must not be."""
+
+    def add(self, other: Tally) -> None:
+        """Take what another slice did."""
+        self.executions += other.executions
+        self.seconds += other.seconds
+        self.kept += other.kept
+        self.findings += other.findings
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder in memory, where there is such a thing."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="fuzzing-", dir=memory) as name:
+        yield Path(name)
+
+
+def fuzz(make: Any, plan: Plan, progress: Any = lambda tallies: None) -> dict[str, Tally]:
+    """Fuzz the targets that `make(folder)` gives, in processes forked from this one."""
+    ends: dict[Connection, _Worker] = {}
+    tallies: dict[str, Tally] = {}
+    with scratch_folder() as scratch:
+        for number in range(plan.workers):
+            worker = _Worker(number, plan, make, scratch / str(number))
+            ends[worker.told] = worker
+        try:
+            while ends:
+                for end in wait(list(ends), timeout=10):
+                    _listen(ends, end, tallies)  # type: ignore[arg-type]
+                progress(tallies)
+        finally:
+            for worker in ends.values():
+                worker.kill()
+    return tallies
+
+
+def _listen(ends: dict[Connection, _Worker], end: Connection, tallies: dict[str, Tally]) -> None:
+    worker = ends[end]
+    try:
+        name, tally = end.recv()
+        tallies.setdefault(name, Tally()).add(tally)
+    except (EOFError, OSError):
+        del ends[end]
+        finding = worker.ended()
+        if finding is not None:
+            tallies.setdefault(finding.parser, Tally()).findings.append(finding)
+
+
+class _Worker:
+    """One process, seen from outside."""
+
+    def __init__(self, number: int, plan: Plan, make: Any, scratch: Path) -> None:
+        self._note = mmap.mmap(-1, _NOTE)
+        reading, writing = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                os.close(reading)
+                _work(number, plan, make, scratch, Connection(writing, readable=False), self._note)
+                status = 0
+            finally:
+                os._exit(status)
+        os.close(writing)
+        self.told = Connection(reading, writable=False)
+
+    def ended(self) -> Finding | None:
+        """The input that ended the process, if it did not end by itself."""
+        _, status = os.waitpid(self.pid, 0)
+        self.told.close()
+        if status == 0:
+            return None
+        length = int.from_bytes(self._note[:8], "little")
+        name, _, data = self._note[8 : 8 + min(length, _NOTE - 8)].partition(b"\0")
+        return Finding(name.decode(), "crash", f"the process ended with {status}", data)
+
+    def kill(self) -> None:
+        """Do not wait for it."""
+        os.kill(self.pid, 9)
+        os.waitpid(self.pid, 0)
+
+
+def _work(
+    number: int, plan: Plan, make: Any, scratch: Path, told: Connection, note: mmap.mmap
+) -> None:
+    ctypes.CDLL(None).mallopt(_ONE_ARENA, 1)  # or every thread reserves memory of its own
+    scratch.mkdir(parents=True)
+    targets: Sequence[Target] = make(scratch)
+    guidance = Guidance()
+    corpora = {target.name: list(target.seeds) for target in targets}
+    for target in targets:  # what good inputs reach is not new
+        for data in target.seeds:
+            Watch(limits=False).run(target.name, target.run, data)
+    watch = Watch()
+    gc.freeze()
+    worker = _Slices(watch, guidance, note, corpora, Counter())
+    for target, count, at in _slices(plan, number, targets):
+        rng = random.Random(f"{plan.seed}/{number}/{target.name}/{at}")
+        told.send((target.name, worker.run(target, count, rng)))
+
+
+def _slices(
+    plan: Plan, number: int, targets: Sequence[Target]
+) -> Iterator[tuple[Target, int, int]]:
+    """Turns of the parsers: by weight until all executions are done, or the time is up."""
+    until = monotonic() + plan.seconds if plan.seconds is not None else None
+    weights = sum(target.weight for target in targets)
+    left = {target.name: _share(plan, number, target.weight / weights) for target in targets}
+    at = 0
+    while any(left.values()):
+        at += 1
+        for target in targets:
+            count = min(left[target.name], max(1, _SLICE * target.weight // 10))
+            if until is not None and monotonic() > until:
+                return
+            if count:
+                left[target.name] -= count
+                yield target, count, at
+
+
+def _share(plan: Plan, number: int, part: float) -> int:
+    if plan.executions is None:
+        return 1 << 60
+    of_all = max(1, round(plan.executions * part))
+    return of_all // plan.workers + (number < of_all % plan.workers)
+
+
+@dataclass
+class _Slices:
+    """Executions in a row."""
+
+    watch: Watch
+    guidance: Guidance
+    note: mmap.mmap
+    corpora: dict[str, list[bytes]]
+    known: Counter[tuple[str, str]]
+
+    def run(self, target: Target, count: int, rng: random.Random) -> Tally:
+        tally = Tally()
+        corpus = self.corpora[target.name]
+        front = target.name.encode() + b"\0"
+        begun = perf_counter()
+        for _ in range(count):
+            data = target.changed(rng, corpus)
+            self._write_down(front, data)
+            lines = self.guidance.lines
+            finding = self.watch.run(target.name, target.run, data)
+            tally.executions += 1
+            if finding is not None:
+                self.known[finding.parser, finding.kind] += 1
+                if self.known[finding.parser, finding.kind] <= _SAME:
+                    tally.findings.append(finding)
+            elif self.guidance.lines > lines and len(data) <= _KEPT_BYTES:
+                tally.kept += 1
+                corpus.append(data)
+        tally.seconds = perf_counter() - begun
+        return tally
+
+    def _write_down(self, front: bytes, data: bytes) -> None:
+        """Where the process that started this one finds it if the interpreter itself dies."""
+        size = len(front) + len(data)
+        if size <= _NOTE - 8:
+            self.note[:8] = size.to_bytes(8, "little")
+            self.note[8 : 8 + len(front)] = front
+            self.note[8 + len(front) : 8 + size] = data
