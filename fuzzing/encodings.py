@@ -93,14 +93,13 @@ def _extension(value: Any) -> Any:
 
 def _sayable(value: Any) -> Any:
     if type(value) is int:
-        return (
-            value
-            if -(1 << 63) <= value < 1 << 64
-            else Tagged(1, value.to_bytes(16, "big", signed=True))
-        )
+        if -(1 << 63) <= value < 1 << 64:
+            return value
+        return Tagged(1, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
     if type(value) is str:
-        if value.startswith(hostile.DEEP):
-            return msgspec.Raw(b"\x91" * int(value[len(hostile.DEEP) :]) + b"\xc0")
+        count = value.removeprefix(hostile.DEEP)
+        if count != value and count.isascii() and count.isdecimal():
+            return msgspec.Raw(b"\x91" * int(count) + b"\xc0")
         return (
             value.encode("utf-8", "replace").decode()
             if max(value, default="") > "\ud7ff"

@@ -40,10 +40,10 @@ def native_targets(scratch: Path) -> list[Target]:
     return [
         Target("record", [made.text()], (_record_json, _record_bytes, changed_bytes), _record, 20),
         Target("header", [_head(data), _head(index)], (changed_header, changed_bytes), _header, 20),
-        Target("index", [index], (changed_index,), _index_of(made), 10),
-        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 10),
+        Target("index", [index], (changed_index,), _index_of(made), 8),
+        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 20),
         Target("structure", structure, (changed_msgpack, changed_bytes), _structure, 20),
-        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 20),
+        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 30),
         _checkpoint(made, scratch / "checkpoint"),
     ]
 

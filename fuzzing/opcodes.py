@@ -116,7 +116,8 @@ def _integer(rng: Random, near: int) -> bytes:
     value = number(rng, near)
     if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
-    return b"\x8a\x10" + value.to_bytes(16, "little", signed=True)
+    size = min(255, value.bit_length() // 8 + 1)
+    return bytes([0x8A, size]) + (value % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def _text(rng: Random) -> bytes:

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import tempfile
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -120,6 +121,8 @@ class _Worker:
                 os.close(reading)
                 _work(number, plan, make, scratch, Connection(writing, readable=False), self._note)
                 status = 0
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(status)
         os.close(writing)

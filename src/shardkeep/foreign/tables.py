@@ -246,7 +246,11 @@ class _Parts:
 
 
 def check_inside(name: str, where: str) -> None:
-    """Refuse the name of a file that does not lie in the checkpoint."""
+    """Refuse the name of a file that does not lie in the checkpoint, or that no file can have."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"{where}: names a file {name!r:.100}, which is no text") from error
     parts = PurePosixPath(name).parts
     if "\0" in name or "\\" in name or name.startswith("/") or ".." in parts:
         raise UnsafeCheckpointError(f"{where}: names a file outside of it, {name!r}")

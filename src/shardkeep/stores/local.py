@@ -357,6 +357,10 @@ class LocalStore:
         path = self._path(name)
         return path.is_dir() and not path.is_symlink()
 
+    def is_link(self, name: str) -> bool:
+        """Whether a name is that of a symbolic link, wherever it leads."""
+        return os.path.islink(self._path(name))
+
     def stat(self, name: str) -> Stat:
         """Size and time of a file; a link counts as itself."""
         found = os.stat(self._path(name), follow_symlinks=False)

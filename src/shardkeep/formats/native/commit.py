@@ -22,6 +22,7 @@ from shardkeep.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     StorageError,
+    UnsafeCheckpointError,
 )
 from shardkeep.foreign.detecting import seen
 from shardkeep.formats.native.names import (
@@ -42,6 +43,7 @@ __all__ = [
     "keep_fresh",
     "read_record",
     "read_record_bytes",
+    "refuse_linked_data",
     "server_time",
     "unlink_all",
 ]
@@ -54,6 +56,15 @@ PROBE = re.compile(r"gc-[0-9a-f]{16}\.tmp", re.ASCII)
 """What a collection makes to learn the file server's time."""
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES}
+
+
+def refuse_linked_data(store: LocalStore) -> None:
+    """Raise where `data/` is a link: files are removed by name, and may be another's there."""
+    if store.is_link(DATA):
+        raise UnsafeCheckpointError(
+            f"{store.root / DATA} is a symbolic link; the files that it leads to may belong to "
+            "another checkpoint. Put a directory in its place, or link the checkpoint as a whole"
+        )
 
 
 def read_record(store: LocalStore) -> Record:
@@ -287,6 +298,7 @@ def collect_garbage(
     """
     if not store.root.is_dir():
         raise CheckpointNotFoundError(f"no directory at {store.root}")
+    refuse_linked_data(store)
     # Files before leases: a save makes its lease first, so each file's lease, if alive, is seen.
     files = [f"{DATA}/{name}" for name in store.list(DATA)]
     names = store.list()

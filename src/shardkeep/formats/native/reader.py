@@ -32,7 +32,7 @@ from shardkeep.errors import (
     FormatError,
     StorageError,
 )
-from shardkeep.formats.native.commit import read_record_bytes
+from shardkeep.formats.native.commit import read_record_bytes, refuse_linked_data
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import Index
 from shardkeep.formats.native.names import CONTENT_KEY, RECORD
@@ -149,6 +149,7 @@ class NativeReader(ColumnReader):
             except CheckpointNotFoundError:
                 self._say_foreign()
                 raise
+        refuse_linked_data(self._store)
         self._record_bytes = data
         self.record = decode_record(data, where)
         self.unpinned = self.expect_digest not in (None, self.record.digest)

@@ -34,6 +34,7 @@ from shardkeep.errors import (
 from shardkeep.formats.native.commit import (
     Lease,
     read_record,
+    refuse_linked_data,
     unlink_all,
     wait_visible,
 )
@@ -226,6 +227,7 @@ class NativeWriter(StorageWriter):
         root = self._store.root
         if root.exists() and not root.is_dir():
             raise StorageError(f"{root} is a file; a checkpoint needs a directory of its own")
+        refuse_linked_data(self._store)
         other = foreign_format(self._store)
         if other is not None:
             raise CheckpointExistsError(
