@@ -30,7 +30,10 @@ def changed_json(rng: Random, data: bytes, others: Sequence[bytes]) -> bytes:
         return changed_bytes(rng, data, others)
     found = [_json(rng.choice(others)) for _ in range(2)] if others else []
     value = changed_tree(rng, tree, [one for one in found if one is not None])
-    text = json.dumps(value).encode()
+    try:
+        text = json.dumps(value).encode()
+    except ValueError:  # a number that Python does not print
+        return changed_bytes(rng, data, others)
     if b"\\u0001" in text:
         text = _DEEP.sub(_nested_json, text).replace(_TWICE, b"")
     return text

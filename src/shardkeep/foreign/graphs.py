@@ -36,8 +36,8 @@ class Limits:
     occur."""
     odd_keys: int = 10_000
     """Keys and members whose hashes a writer can choose: tuples, complex and long numbers."""
-    long: int = 1 << 16
-    """Bytes of one integer."""
+    long: int = 1 << 10
+    """Bytes of one integer: Python prints none that is much longer."""
     line: int = 1 << 20
     """Bytes of one line, in the oldest protocols."""
 

@@ -21,6 +21,7 @@ from shardkeep.foreign.stand_ins import Record, records
 from shardkeep.foreign.torch_objects import Finishing, Members
 from shardkeep.foreign.torch_stand_ins import TORCH
 from shardkeep.foreign.torch_zip import Archive
+from shardkeep.wording import shown
 
 __all__ = ["CLASS", "read_beside", "read_inert"]
 
@@ -100,7 +101,7 @@ def _table(kind: Any, value: dict[Any, Any], done: dict[int, tuple[object, Any]]
     told: Counter[str] = Counter()
     for key, item in value.items():
         if isinstance(key, Record):
-            text = key = f"{key.name}({', '.join(map(repr, key.args))})"
+            text = key = f"{key.name}({', '.join(map(shown, key.args))})"
             while key in out or key in value:
                 told[text] += 1
                 key = f"{text} #{told[text] + 1}"

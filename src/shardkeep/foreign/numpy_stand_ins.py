@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from shardkeep.dtypes import TABLE, lookup
 from shardkeep.foreign.graphs import Constant, Global, StandIn
+from shardkeep.wording import shown
 
 __all__ = ["NUMPY", "NumpyArray", "NumpyDType", "NumpyType"]
 
@@ -57,7 +58,7 @@ class NumpyDType(StandIn):
         """Take numpy's state: a version, the byte order, and nothing that plain types have."""
         _require(type(state) is tuple and len(state) >= 2, "a dtype of another form")
         order = state[1]
-        _require(order in ("<", ">", "|", "="), f"byte order {order!r:.20}")
+        _require(order in ("<", ">", "|", "="), f"byte order {shown(order)}")
         _require(state[2] is None and state[4] is None, "a structured dtype")
         self.order = ">" if order == ">" else "<"
 

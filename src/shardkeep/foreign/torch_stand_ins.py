@@ -17,6 +17,7 @@ from shardkeep.errors import FormatError
 from shardkeep.foreign.graphs import Constant, Global, StandIn
 from shardkeep.foreign.numpy_stand_ins import NumpyArray
 from shardkeep.foreign.stand_ins import PLAIN
+from shardkeep.wording import shown
 
 __all__ = [
     "TORCH",
@@ -151,7 +152,7 @@ def _ints(given: object, what: str) -> tuple[int, ...]:
     if not isinstance(given, tuple) or len(given) > MAX_DIMENSIONS:
         raise ValueError(f"a tensor whose {what} is no tuple, or too long")
     if not all(type(n) is int and 0 <= n < 2**62 for n in given):
-        raise ValueError(f"a tensor whose {what} is {given!s:.80}")
+        raise ValueError(f"a tensor whose {what} is {shown(given)}")
     return tuple(given)
 
 
@@ -168,7 +169,7 @@ def view_of(
         raise ValueError("a tensor without a storage")
     shape, strides = _ints(size, "size"), _ints(stride, "stride")
     if type(offset) is not int or offset < 0 or len(shape) != len(strides):
-        raise ValueError(f"a tensor of size {shape}, stride {strides} at {offset!s:.40}")
+        raise ValueError(f"a tensor of size {shape}, stride {strides} at {shown(offset)}")
     itemsize, count = TABLE[dtype].itemsize, math.prod(shape)
     if count:
         last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
@@ -187,7 +188,7 @@ def view_of(
 def _plain_bits(metadata: object) -> None:
     if metadata and type(metadata) is dict and any(metadata.values()):
         raise FormatError(
-            f"a tensor with lazy bits ({', '.join(map(str, metadata))[:80]}) cannot be read; "
+            f"a tensor with lazy bits ({shown(list(metadata))}) cannot be read; "
             "resolve them before saving (resolve_conj, resolve_neg)"
         )
 
@@ -225,7 +226,7 @@ def _tensor_v3(
 ) -> TensorView:
     _plain_bits(metadata)
     if type(dtype) is not TorchDType or dtype.name not in TABLE:
-        raise FormatError(f"a tensor of {dtype} cannot be read")
+        raise FormatError(f"a tensor of {shown(dtype)} cannot be read")
     return view_of(storage, dtype.name, offset, size, stride, requires_grad)
 
 

@@ -100,7 +100,7 @@ class Info(StandIn):
             raise ValueError("an item in no file")
         if type(self.offset) is not int or type(self.length) is not int:
             raise ValueError("an item at no offset")
-        _require(self.offset >= 0 and self.length >= 0, "an item at no offset")
+        _require(0 <= self.offset < _EXTENT and 0 <= self.length < _EXTENT, "an item at no offset")
         if transforms:
             _require(isinstance(transforms, (list, tuple)), "odd transforms")
             _require(all(type(name) is str for name in transforms), "odd transforms")

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardkeep.errors import CorruptionError, FormatError
 from shardkeep.foreign.dcp.classes import Bytes, Chunk, Info, Tensor
+from shardkeep.wording import shown
 
 __all__ = ["Joined"]
 
@@ -67,7 +68,7 @@ class Joined:
         for fqn, path in planner_data.items():
             fine = type(fqn) is str and isinstance(path, (tuple, list)) and 0 < len(path) <= 64
             if not fine or not all(type(key) in (str, int) for key in path):
-                raise FormatError(f"{where}: {fqn!s:.100} has no valid path")
+                raise FormatError(f"{where}: {shown(fqn)} has no valid path")
             if self.paths.setdefault(fqn, tuple(path)) != tuple(path):
                 raise FormatError(f"{where}: {fqn:.100} has two paths")
 

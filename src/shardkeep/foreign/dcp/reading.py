@@ -27,6 +27,7 @@ from shardkeep.foreign.dcp.joining import Joined
 from shardkeep.foreign.found import Found, Part, StoredTensor
 from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.regular_files import read_whole
+from shardkeep.wording import shown
 
 __all__ = ["MCORE", "find_checkpoint"]
 
@@ -83,7 +84,7 @@ def _describe(path: Path, name: str, rank: int, joined: Joined) -> None:
         spots[index.fqn, index.offset] = info
     for fqn, leaf in leaves.items():
         if type(fqn) is not str or type(leaf) not in (Tensor, Bytes):
-            raise FormatError(f"{where}: {fqn!s:.100} is neither a tensor nor a value")
+            raise FormatError(f"{where}: {shown(fqn)} is neither a tensor nor a value")
         joined.add(rank, fqn, leaf, spots)
     joined.add_paths(found.get("planner_data"), where)
     version = found.get("version")

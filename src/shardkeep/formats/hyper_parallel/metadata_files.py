@@ -16,7 +16,7 @@ from shardkeep.foreign.below import file_below, read_exactly, regular_size
 from shardkeep.foreign.shapes import checked_shape
 from shardkeep.foreign.stand_ins import PLAIN, Record, records
 from shardkeep.foreign.torch_stand_ins import TORCH
-from shardkeep.wording import ranks_text
+from shardkeep.wording import ranks_text, shown
 
 __all__ = ["GLOBAL", "Box", "Location", "Metadata", "Tensor", "metadata_files", "read_metadata"]
 
@@ -32,6 +32,8 @@ _NAMES = (
     "TensorProperties",
     "TensorStorageMetadata",
 )
+_FURTHEST = 1 << 62
+"""Past any byte of a file."""
 _VERSIONS = re.compile(r"[12]\.\d{1,4}", re.ASCII)
 
 Ints = tuple[int, ...]
@@ -139,7 +141,7 @@ def _read(root: Path, rank: int | None, name: str) -> Metadata:
 def _fill(out: Metadata, metadata: Record) -> None:
     version = metadata.get("version", "1.0")
     if type(version) is not str or not _VERSIONS.fullmatch(version):
-        raise FormatError(f"{out.source} is of version {version!r:.40}; 1 and 2 are known")
+        raise FormatError(f"{out.source} is of version {shown(version)}; 1 and 2 are known")
     for name, row in _items(metadata.get("state_dict_metadata"), "state_dict_metadata"):
         _check_name(name)
         if _is(row, "BytesStorageMetadata"):
@@ -186,6 +188,8 @@ def _place(out: Metadata, index: Record, info: Record) -> None:
     offset = _shape(index.get("offset") or (), f"{name} in {out.source}")
     start, length, key = info.get("offset", 0), info.get("length", -1), info.get("tensor_key")
     if type(start) is not int or type(length) is not int or not isinstance(key, str | None):
+        raise ValueError(f"{name} lies nowhere")
+    if not (0 <= start < _FURTHEST and -1 <= length < _FURTHEST):
         raise ValueError(f"{name} lies nowhere")
     place = Location(file, start, length, name if key is None else key)
     out.places.setdefault((name, offset), []).append(place)

@@ -21,6 +21,7 @@ from shardkeep.foreign.inert import read_beside, read_inert
 from shardkeep.foreign.regular_files import read_whole
 from shardkeep.foreign.torch_zip import Archive
 from shardkeep.formats.megatron import COMMON, CONFIG, SYSTEM
+from shardkeep.wording import shown
 
 __all__ = ["find_checkpoint"]
 
@@ -77,8 +78,8 @@ def _config(path: Path) -> dict[str, Any]:
     backend = told.get("sharded_backend")
     if backend != _BACKEND:
         raise FormatError(
-            f"{path} was written by Megatron's backend {backend!r:.60}; only {_BACKEND!r} is read. "
-            "Convert it with Megatron: load it and save it with --ckpt-format torch_dist."
+            f"{path} was written by Megatron's backend {shown(backend)}; only {_BACKEND!r} is "
+            "read. Convert it with Megatron: load it and save it with --ckpt-format torch_dist."
         )
     return told
 
@@ -96,7 +97,9 @@ def _reformed(leaf: Any, told: Any, what: str) -> Any:
     fine = isinstance(shape, tuple) and len(shape) == len(grid)
     fine = fine and all(type(n) is int and n > 0 for n in shape)
     if not fine or any(not g or n % g for n, g in zip(shape, grid, strict=True)):
-        raise FormatError(f"{what} is stored as {leaf.shape}, which cannot have been {shape!r:.80}")
+        raise FormatError(
+            f"{what} is stored as {leaf.shape}, which cannot have been {shown(shape)}"
+        )
     piece = tuple(n // g for n, g in zip(shape, grid, strict=True))
     if math.prod(piece) != count:
         raise FormatError(f"{what} is stored as {leaf.shape}, which cannot have been {shape}")

@@ -39,6 +39,8 @@ FEW = 64
 
 _CODES = {"<i8": "I64", "<i4": "I32", "<u2": "U16", "|u1": "U8"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
+_WRONG = (KeyError, ValueError, TypeError, IndexError, RecursionError, msgspec.MsgspecError)
+"""What tables that are none are met with."""
 _NARROW = {"chunk.file": "I32", "value.file": "I32", "tensor.kind": "U16"} | dict.fromkeys(
     ("kinds", "structure", "tensor.names", "value.names"), "U8"
 )
@@ -134,7 +136,7 @@ class Index:
             raise FormatError(f"{file.name}: {error}") from error
         except CheckpointError:
             raise
-        except (KeyError, ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
+        except _WRONG as error:
             raise FormatError(f"{file.name}: the tensor table is not valid: {error!r}") from error
 
     def _column(self, key: str, low: int = 0, high: int | None = None) -> Column:

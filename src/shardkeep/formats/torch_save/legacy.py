@@ -12,6 +12,7 @@ from shardkeep.foreign import pickles
 from shardkeep.foreign.regular_files import OpenedFile
 from shardkeep.foreign.torch_objects import Finishing, storage_id
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage
+from shardkeep.wording import shown
 
 __all__ = ["read_stream"]
 
@@ -58,7 +59,7 @@ def read_stream(file: OpenedFile, where: str) -> Any:
         magic, at = pickles.load_next(data, where=where)
         version, at = pickles.load_next(data, at, where=where)
         if magic != _MAGIC or version != _PROTOCOL:
-            raise FormatError(f"{where}: version {version} of the old format is not known")
+            raise FormatError(f"{where}: version {shown(version)} of the old format is not known")
         system, at = pickles.load_next(data, at, where=where)
         if type(system) is not dict or system.get("little_endian") is not True:
             raise FormatError(
