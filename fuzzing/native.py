@@ -192,7 +192,7 @@ def _checkpoint(made: Saved, folder: Path) -> Target:
     }
     state = _Written(made, folder)
     seeds.append(labelled(RECORD, made.text()))
-    return Target("checkpoint", seeds, (by_label(mutators),), state.run, 1)
+    return Target("checkpoint", seeds, (by_label(mutators),), state.run, 2)
 
 
 class _Written:

@@ -30,6 +30,8 @@ _KEPT_BYTES = 1 << 15
 """Bytes of an input that is kept."""
 _SAME = 3
 """Inputs told of for one fault."""
+_SILENT = 300.0
+"""Seconds after which a process that tells of no slice is ended."""
 _NOTE = 64 << 20
 _ONE_ARENA = -8
 
@@ -89,6 +91,8 @@ def fuzz(make: Any, plan: Plan, progress: Any = lambda tallies: None) -> dict[st
             while ends:
                 for end in wait(list(ends), timeout=10):
                     _listen(ends, end, tallies)  # type: ignore[arg-type]
+                for worker in ends.values():
+                    worker.end_if_silent()
                 progress(tallies)
         finally:
             for worker in ends.values():
@@ -100,6 +104,7 @@ def _listen(ends: dict[Connection, _Worker], end: Connection, tallies: dict[str,
     worker = ends[end]
     try:
         name, tally = end.recv()
+        worker.heard = monotonic()
         tallies.setdefault(name, Tally()).add(tally)
     except (EOFError, OSError):
         del ends[end]
@@ -112,6 +117,7 @@ class _Worker:
     """One process, seen from outside."""
 
     def __init__(self, number: int, plan: Plan, make: Any, scratch: Path) -> None:
+        self.heard = monotonic()
         self._note = mmap.mmap(-1, _NOTE)
         reading, writing = os.pipe()
         self.pid = os.fork()
@@ -137,6 +143,11 @@ class _Worker:
         length = int.from_bytes(self._note[:8], "little")
         name, _, data = self._note[8 : 8 + min(length, _NOTE - 8)].partition(b"\0")
         return Finding(name.decode(), "crash", f"the process ended with {status}", data)
+
+    def end_if_silent(self) -> None:
+        """An input may keep the interpreter from looking at its signals."""
+        if monotonic() - self.heard > _SILENT:
+            os.kill(self.pid, 9)
 
     def kill(self) -> None:
         """Do not wait for it."""
