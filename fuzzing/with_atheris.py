@@ -1,8 +1,8 @@
 """`python -m fuzzing.with_atheris PARSER [options of libFuzzer]`: guided by branches.
 
 For who has the package atheris (`pip install atheris`, Python 3.11): slower than `python -m
-fuzzing`, but every input is kept that takes a branch another way. Stops at the first thing that must
-not be, and leaves the input as `crash-...` in the working directory.
+fuzzing`, but every input is kept that takes a branch another way. Stops at the first thing that
+must not be, and leaves the input as `crash-...` in the working directory.
 """
 
 from __future__ import annotations

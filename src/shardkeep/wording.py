@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 __all__ = ["SHOWN", "faults_text", "names_text", "ranks_text", "shown"]
 
@@ -39,31 +39,40 @@ def faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) -
     return f"{what}:\n  " + "\n  ".join(faults[:SHOWN]) + more + f"\n{advice}"
 
 
-class _Shown(reprlib.Repr):
-    """Looks at as much of a value as it prints: what a file describes may be endless."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxstring = self.maxother = 100
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to print numbers of thousands of digits.
-        return repr(x) if x.bit_length() < 256 else f"<an integer of {x.bit_length()} bits>"
-
-    def repr_instance(self, x: object, level: int) -> str:
-        if isinstance(x, (bool, float, complex, bytes, bytearray, type(None))):
-            return repr(x[:100] if isinstance(x, (bytes, bytearray)) else x)
-        return f"<{type(x).__name__}>"
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+    dict: ("{", "}"),
+}
+_LETTERS = 100
 
 
-_SHOWN = _Shown()
-
-
-def shown(value: object) -> str:
+def shown(value: object, levels: int = 3) -> str:
     """A value that somebody else made, as short as an error wants it.
 
-    >>> shown([1, (2, [3, [4]])])
-    '[1, (2, [...])]'
+    Looks at no more than it prints: what a few bytes of a file describe may be endless.
+
+    >>> shown([1, (2, [3, [4]]), {"a": b"b"}])
+    "[1, (2, [...]), {'a': b'b'}]"
     """
-    return _SHOWN.repr(value)
+    kind: type = tuple if isinstance(value, tuple) else type(value)
+    if isinstance(value, int) and kind is int and value.bit_length() > 256:
+        return f"<an integer of {value.bit_length()} bits>"  # too long for Python to print
+    if isinstance(value, (str, bytes, bytearray)):
+        return repr(value[:_LETTERS]) + ("..." if len(value) > _LETTERS else "")
+    if kind in (int, float, complex, bool, type(None)):
+        return repr(value)
+    if kind not in _BRACKETS or not isinstance(value, (list, tuple, set, frozenset, dict)):
+        return f"<{kind.__name__}>"
+    begin, end = _BRACKETS[kind]
+    if levels <= 1 and value:
+        return f"{begin}...{end}"
+    parts = [shown(item, levels - 1) for item in islice(value, SHOWN)]
+    if isinstance(value, dict):
+        items = islice(value.values(), SHOWN)
+        parts = [f"{k}: {shown(v, levels - 1)}" for k, v in zip(parts, items, strict=True)]
+    if len(value) > SHOWN:
+        parts.append("...")
+    return begin + ", ".join(parts) + ("," if kind is tuple and len(value) == 1 else "") + end

@@ -142,10 +142,10 @@ class Workplace:
         lines = data[: data.rfind(b"\n") + 1].splitlines()
         try:
             head, *entries = [json.loads(line) for line in lines]
-            if head["convert"] != self._identity:
+            if head["convert"] != self._identity or {type(entry) for entry in entries} - {dict}:
                 return False
             self.save_id = head["save_id"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return False
         if len(data) > sum(len(line) + 1 for line in lines):
             os.ftruncate(self._journal, data.rfind(b"\n") + 1)  # a line that was cut short

@@ -9,6 +9,7 @@ from typing import Any
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError, FormatError
 from shardkeep.foreign.regular_files import OpenedFile
+from shardkeep.wording import shown
 
 __all__ = ["SafetensorsItems"]
 
@@ -52,7 +53,7 @@ class SafetensorsItems:
             ) from error
         if not fine or low < 0 or self._base + high > self._end:
             raise CorruptionError(
-                f"{self.where}: {fqn} lies there as {entry!s:.200}, expected {dtype} {sizes}",
+                f"{self.where}: {fqn} lies there as {shown(entry)}, expected {dtype} {sizes}",
                 names=(fqn,),
             )
         return int(self._base + low)
