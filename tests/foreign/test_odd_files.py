@@ -1,0 +1,187 @@
+"""Rare forms of files of torch and safetensors, and what is refused in each: built by hand."""
+
+import io
+import pickle
+import struct
+import zipfile
+
+import numpy as np
+import pytest
+
+from shardkeep import CheckpointError, CorruptionError, FormatError
+from shardkeep.foreign.safetensors_header import is_safetensors, lay_out_entries, read_entries
+from shardkeep.foreign.torch_zip import Archive
+from shardkeep.formats.torch_save.legacy import read_stream
+
+FULL = 0xFFFFFFFF
+CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
+
+
+def archive_of(data: bytes) -> Archive:
+    return Archive(lambda at, count: data[at : at + count], 0, len(data), "here")
+
+
+def zipped(**entries: bytes) -> bytearray:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as file:
+        for name, data in entries.items():
+            file.writestr(name, data)
+    return bytearray(out.getvalue())
+
+
+# --- entries that tell of sizes past 32 bits
+
+
+def wide(extra: bytes, size: int = FULL, header: int = FULL) -> bytes:
+    """An archive whose only entry has its numbers in an extra field."""
+    data = zipped(a=b"abc")
+    at = data.index(b"PK\1\2")
+    fields = list(CENTRAL.unpack_from(data, at))
+    fields[8] = fields[9] = size
+    fields[11], fields[16] = len(extra), header
+    row = CENTRAL.pack(*fields) + b"a" + extra
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, len(row), at, 0)
+    return bytes(data[:at]) + row + end
+
+
+def field(kind: int, *numbers: int) -> bytes:
+    return struct.pack(f"<HH{len(numbers)}Q", kind, 8 * len(numbers), *numbers)
+
+
+def test_wide_numbers_are_found_among_extra_fields():
+    archive = archive_of(wide(field(7, 1) + field(1, 3, 3, 0)))
+    assert archive.read("a", 10) == b"abc"
+
+
+def test_only_the_numbers_that_are_wide_are_there():
+    assert archive_of(wide(field(1, 0), size=3)).read("a", 10) == b"abc"
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [b"", field(7, 1, 2, 3), field(1), field(1, 3), field(1, 3, 3), b"\1\0", field(1, 2**63, 3, 0)],
+    ids=["none", "another", "empty", "one", "two", "cut", "packed"],
+)
+def test_wide_numbers_that_are_not_there(extra):
+    with pytest.raises(CheckpointError):
+        archive_of(wide(extra)).read("a", 10)
+
+
+@pytest.mark.parametrize("size", [2**40, 2**63, 2**64 - 1])
+def test_entries_that_claim_terabytes(size):
+    with pytest.raises(CorruptionError, match="overlaps"):
+        archive_of(wide(field(1, size, size, 0)))
+
+
+def test_an_archive_that_is_cut_while_it_is_read():
+    data = bytes(zipped(a=b"abc"))
+    with pytest.raises(CorruptionError, match="the file ends"):
+        Archive(lambda at, count: data[at : at + count - 1], 0, len(data), "here")
+
+
+def test_another_name_in_the_header_of_an_entry():
+    data = zipped(a=b"abc")
+    data[30] ^= 1
+    with pytest.raises(CorruptionError, match="another name"):
+        archive_of(bytes(data)).read("a", 10)
+
+
+# --- streams of old
+
+
+class Bytes:
+    """What `read_stream` reads."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.size = data, len(data)
+
+    def read(self, at: int, count: int) -> bytes:
+        return self.data[at : at + max(0, count)]
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def storage(count: int, view: bytes = b"") -> bytes:
+    """A persistent id as torch wrote it, with a part of the storage where `view` says which."""
+    kind = b"ctorch\nFloatStorage\n"
+    return b"(" + text("storage") + kind + text("0") + text("cpu") + b"K%c" % count + view + b"tQ"
+
+
+def stream(graph: bytes, count: int = 4, told: int | None = None) -> Bytes:
+    front = [0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}]
+    out = b"".join(pickle.dumps(value, 2) for value in front) + b"\x80\2" + graph + b"."
+    out += pickle.dumps(["0"], 2) + (count if told is None else told).to_bytes(8, "little")
+    return Bytes(out + np.arange(count, dtype=np.float32).tobytes())
+
+
+def tensor(of: bytes, count: int) -> bytes:
+    size = b"K%c\x85K\1\x85" % count
+    return b"ctorch._utils\n_rebuild_tensor_v2\n(" + of + b"K\0" + size + b"\x89}tR"
+
+
+def part(offset: int, count: int) -> bytes:
+    return (
+        b"(" + text("v") + b"J" + struct.pack("<i", offset) + b"J" + struct.pack("<i", count) + b"t"
+    )
+
+
+def test_a_part_of_a_storage():
+    file = stream(tensor(storage(4, part(1, 2)), 2))
+    found = read_stream(file, "here")
+    (only,) = found.parts
+    assert np.frombuffer(file.data[only.place.start :][:8], np.float32).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [part(-1, 2), part(0, -1), part(3, 2), b"K\5", b"(K\1K\1t", b"(" + text("v") + b"NNt"],
+    ids=["before", "negative", "past", "number", "short", "nothing"],
+)
+def test_parts_that_are_none(view):
+    with pytest.raises(FormatError):
+        read_stream(stream(tensor(storage(4, view), 2)), "here")
+
+
+def test_one_storage_of_two_lengths():
+    both = b"(" + tensor(storage(4), 2) + tensor(storage(5), 2) + b"l"
+    with pytest.raises(FormatError, match="two lengths"):
+        read_stream(stream(both), "here")
+
+
+def test_a_storage_of_another_length_than_its_tensors_say():
+    with pytest.raises(CorruptionError, match="another length"):
+        read_stream(stream(tensor(storage(4), 2), told=5), "here")
+
+
+def test_storages_that_are_cut():
+    whole = stream(tensor(storage(4), 4))
+    with pytest.raises(CorruptionError, match="it was cut"):
+        read_stream(Bytes(whole.data[:-1]), "here")
+
+
+# --- safetensors
+
+
+def test_headers_that_lie(tmp_path):
+    path = tmp_path / "x.safetensors"
+    good, _, size = lay_out_entries([("a", "float32", (2,)), ("b", "int8", (3,))])
+    whole = good.ljust(size, b"\0")
+    path.write_bytes(whole)
+    assert set(read_entries(path)[0]) == {"a", "b"}
+    assert is_safetensors(path)
+    for data, what in (
+        (whole[:5], "that short"),
+        (b"\xff" * 8 + whole[8:], "not a safetensors file"),
+        (whole[:-1], "it is cut"),
+        (whole + b"\0", "explains"),
+        (whole.replace(b"[0,8]", b"[1,9]"), "was expected"),
+        (whole.replace(b'"F32"', b'"F99"'), "not valid"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=what):
+            read_entries(path)
+    path.write_bytes(b"{}")
+    assert not is_safetensors(path)
+    assert not is_safetensors(tmp_path / "nothing")
