@@ -47,7 +47,7 @@ def test_good_inputs_are_accepted(targets):
 def test_a_little_of_everything(targets):
     """Each parser for a moment, in this process; `python -m fuzzing` does it at length."""
     watch = Watch(limits=False)
-    moment = 8.0 / len(targets)
+    moment = 5.0 / len(targets)
     done = {}
     for target in targets.values():
         rng, until = Random(SEED), time.monotonic() + moment
