@@ -1,0 +1,243 @@
+"""The commit where the file system is less than one would like: no links, late, or failing."""
+
+import errno
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import shardkeep
+from shardkeep import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    NativeWriter,
+    StorageError,
+)
+from shardkeep.formats.native import commit
+from shardkeep.formats.native.commit import Lease, keep_fresh, wait_visible
+from shardkeep.formats.native.names import lease_name, new_save_id
+from shardkeep.stores.local import LocalStore
+
+
+def state(salt: int = 0) -> dict:
+    return {"w": np.arange(10) + salt}
+
+
+def save(path, store, salt: int = 0, **options) -> None:
+    writer = NativeWriter(open_store=store)
+    shardkeep.save(state(salt), path, storage_writer=writer, no_dist=True, **options)
+
+
+def holds(path) -> int:
+    """The salt of what lies there, whole."""
+    assert shardkeep.verify(path).ok
+    with shardkeep.open(path) as ckpt:
+        return int(ckpt["w"][0])
+
+
+def names(path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name != "data")
+
+
+class NoLinks(LocalStore):
+    """A file system that has none."""
+
+    code = errno.EPERM
+
+    def link(self, old: str, new: str) -> None:
+        raise OSError(self.code, os.strerror(self.code))
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK])
+def test_without_links_a_create_looks_and_renames(tmp_path, code):
+    store = type("Store", (NoLinks,), {"code": code})
+    save(tmp_path / "a", store)
+    assert holds(tmp_path / "a") == 0
+    assert names(tmp_path / "a") == ["checkpoint.json"]
+
+
+def test_without_links_what_was_committed_meanwhile_stays(tmp_path):
+    """Another save commits after this one has looked, before it renames."""
+    path = tmp_path / "a"
+
+    class Meanwhile(NoLinks):
+        def link(self, old: str, new: str) -> None:
+            save(path, LocalStore, 7)
+            super().link(old, new)
+
+    with pytest.raises(CheckpointExistsError, match="by another save meanwhile"):
+        save(path, Meanwhile)
+    assert holds(path) == 7
+    shardkeep.gc(path, stale_s=0)
+    assert holds(path) == 7
+    assert names(path) == ["checkpoint.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_fails_leaves_what_there_was(tmp_path, overwrite):
+    path = tmp_path / "a"
+    if overwrite:
+        save(path, LocalStore, 3)
+
+    class Failing(LocalStore):
+        def link(self, old: str, new: str) -> None:
+            raise OSError(errno.EIO, "broken")
+
+        def rename(self, old: str, new: str) -> None:
+            raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(StorageError, match=r"committing .*broken") as caught:
+        save(path, Failing, overwrite=overwrite)
+    assert caught.value.errno == errno.EIO
+    if overwrite:
+        assert holds(path) == 3
+    else:
+        with pytest.raises(CheckpointNotFoundError):
+            shardkeep.open(path)
+
+
+def test_a_lease_whose_name_is_not_durable_is_none(tmp_path):
+    class Failing(LocalStore):
+        def sync_directory(self, name: str = "") -> None:
+            raise OSError(errno.EIO, "broken")
+
+    with pytest.raises(StorageError):
+        Lease(Failing(tmp_path), new_save_id())
+    assert names(tmp_path) == []
+
+
+def test_a_lease_that_cannot_be_kept_is_none(tmp_path, monkeypatch):
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError):
+        Lease(LocalStore(tmp_path), new_save_id())
+    assert names(tmp_path) == []
+
+
+def test_a_lease_is_touched_also_after_a_failure():
+    touched = []
+
+    class File:
+        def touch(self) -> None:
+            touched.append(1)
+            if len(touched) == 1:
+                raise OSError(errno.EIO, "broken")
+            stop.set()
+
+    stop = threading.Event()
+    keep_fresh(File(), stop, 0.001)
+    assert len(touched) == 2
+
+
+# --- files that are seen late
+
+
+@pytest.fixture
+def lease(tmp_path):
+    lease = Lease(LocalStore(tmp_path), new_save_id())
+    yield lease
+    lease.release()
+
+
+def test_files_that_appear_late_are_waited_for(tmp_path, lease):
+    def appear() -> None:
+        (tmp_path / "b").write_bytes(b"ab")
+        time.sleep(0.05)
+        (tmp_path / "a").write_bytes(b"abc")
+        (tmp_path / "b").write_bytes(b"abc")
+
+    thread = threading.Thread(target=appear)
+    thread.start()
+    wait_visible(LocalStore(tmp_path), {"a": 3, "b": 3}, lease, timeout_s=30)
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("content", "what"), [(None, "not visible"), (b"ab", "2 bytes, expected 3")]
+)
+def test_files_that_never_appear_are_named(tmp_path, lease, content, what):
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(StorageError, match=f"such as a: {what}"):
+        wait_visible(LocalStore(tmp_path), {"a": 3}, lease, timeout_s=0.05)
+
+
+def test_who_lost_the_lease_does_not_wait(tmp_path, lease):
+    (tmp_path / lease.name).unlink()
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match="its lease is gone"):
+        wait_visible(LocalStore(tmp_path), {"a": 3}, lease, timeout_s=60)
+    assert time.monotonic() - begun < 10
+
+
+def test_a_storage_that_does_not_answer_has_not_lost_the_lease(tmp_path, lease, monkeypatch):
+    def fail(self: LocalStore, name: str) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(LocalStore, "stat", fail)
+    assert lease.is_held()
+
+
+# --- collection
+
+
+def leftover(path, save_id: str) -> str:
+    name = f"data/{save_id}-r00000-0.safetensors"
+    (path / name).write_bytes(b"x")
+    return name
+
+
+def test_a_lease_that_will_not_go_protects_its_files(tmp_path):
+    path, save_id = tmp_path / "a", new_save_id()
+    save(path, LocalStore)
+    name = leftover(path, save_id)
+    (path / lease_name(save_id)).write_bytes(b"")
+
+    class Stubborn(LocalStore):
+        def unlink(self, name: str) -> None:
+            if "tmp" in name and save_id in name:
+                raise OSError(errno.EACCES, "no")
+            super().unlink(name)
+
+    result = commit.collect_garbage(Stubborn(path), stale_s=0)
+    assert result.live == (save_id,)
+    assert (path / name).exists()
+    assert shardkeep.gc(path, stale_s=0).removed == (lease_name(save_id), name)
+    assert holds(path) == 0
+
+
+def test_files_without_a_record_that_are_young_may_be_a_copy(tmp_path):
+    path, save_id = tmp_path / "a", new_save_id()
+    save(path, LocalStore)
+    (path / "checkpoint.json").rename(tmp_path / "record")
+    name = leftover(path, save_id)
+    result = shardkeep.gc(path)
+    assert result.removed == ()
+    assert save_id in result.live
+    (tmp_path / "record").rename(path / "checkpoint.json")
+    assert shardkeep.gc(path).removed == (name,)
+    assert holds(path) == 0
+
+
+def test_a_damaged_record_ends_a_collection(tmp_path):
+    path = tmp_path / "a"
+    save(path, LocalStore)
+    name = leftover(path, new_save_id())
+    record = path / "checkpoint.json"
+    record.write_bytes(record.read_bytes().replace(b"files", b"flies"))
+    with pytest.raises(shardkeep.CorruptionError):
+        shardkeep.gc(path, stale_s=0)
+    assert (path / name).exists()
+
+
+def test_a_dry_run_removes_nothing(tmp_path):
+    path = tmp_path / "a"
+    save(path, LocalStore)
+    name = leftover(path, new_save_id())
+    result = shardkeep.gc(path, stale_s=0, dry_run=True)
+    assert (result.removed, result.nbytes) == ((name,), 1)
+    assert (path / name).exists()
