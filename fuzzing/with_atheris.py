@@ -7,6 +7,7 @@ must not be, and leaves the input as `crash-...` in the working directory.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from random import Random
@@ -26,22 +27,30 @@ class Wrong(Exception):
     """What libFuzzer is told of."""
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str]) -> int:
     """Fuzz one parser until somebody stops it, or it is done as many times as was asked for."""
+    with scratch_folder() as scratch:
+        child = os.fork()  # libFuzzer ends its process without a word
+        if child == 0:
+            _fuzz(scratch, arguments)
+            os._exit(0)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _fuzz(scratch: Path, arguments: list[str]) -> None:
     import atheris  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    with scratch_folder() as scratch:
-        with atheris.instrument_imports(include=["shardkeep"]):
-            from fuzzing.__main__ import all_targets
+    with atheris.instrument_imports(include=["shardkeep"]):
+        from fuzzing.__main__ import all_targets
 
-            (target,) = all_targets(scratch, arguments[:1])
-        corpus = scratch / "corpus"
-        corpus.mkdir()
-        for at, data in enumerate(target.seeds):
-            (corpus / str(at)).write_bytes(data)
-        options = [sys.argv[0], str(corpus), f"-max_len={_MOST}", *arguments[1:]]
-        atheris.Setup(options, _running(target), custom_mutator=_mutating(target, atheris))
-        atheris.Fuzz()
+        (target,) = all_targets(scratch, arguments[:1])
+    corpus = scratch / "corpus"
+    corpus.mkdir()
+    for at, data in enumerate(target.seeds):
+        (corpus / str(at)).write_bytes(data)
+    options = [sys.argv[0], str(corpus), f"-max_len={_MOST}", *arguments[1:]]
+    atheris.Setup(options, _running(target), custom_mutator=_mutating(target, atheris))
+    atheris.Fuzz()
 
 
 def _running(target: Target) -> Any:
@@ -72,6 +81,4 @@ def _mutating(target: Target, atheris: Any) -> Any:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or not Path(sys.argv[0]).name:
-        sys.exit(__doc__)
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]) if len(sys.argv) > 1 else __doc__)
