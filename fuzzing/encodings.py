@@ -17,7 +17,7 @@ from fuzzing.trees import Tagged, Tree, changed_tree
 
 __all__ = ["changed_json", "changed_msgpack"]
 
-_DEEP = re.compile(rb'"\\u0001deep(\d+)"')
+_DEEP = re.compile(rb'"\\u0001deep(\d{1,7})"')
 _TWICE = b"\\u0001twice"
 _SPLICED = 8
 """Other inputs that a piece may come from."""
@@ -101,7 +101,7 @@ def _sayable(value: Any) -> Any:
         return Tagged(1, value.to_bytes(value.bit_length() // 8 + 1, "big", signed=True))
     if type(value) is str:
         count = value.removeprefix(hostile.DEEP)
-        if count != value and count.isascii() and count.isdecimal():
+        if count != value and len(count) < 8 and count.isascii() and count.isdecimal():
             return msgspec.Raw(b"\x91" * int(count) + b"\xc0")
         return (
             value.encode("utf-8", "replace").decode()

@@ -23,8 +23,9 @@ MOST_SECONDS = 1.0
 """Seconds that it may take."""
 _HANGS = 20.0
 """Seconds after which it is not waited for."""
-_SPACE = 1 << 30
-"""Bytes of address space that all inputs together may take: enough for threads and their stacks."""
+_SPACE = (1 << 30) + (os.cpu_count() or 1) * (256 << 20)
+"""Bytes of address space that all inputs together may take: enough for threads and their stacks, of
+which libraries start some for every core."""
 
 
 class _Hangs(BaseException):

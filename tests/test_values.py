@@ -696,3 +696,10 @@ def test_many_small_values_are_fast() -> None:
     for value in states:
         encode(value, where="w")
     assert time.perf_counter() - start < 1.0  # about 0.03 s; slack for a loaded machine
+
+
+def test_a_number_too_long_to_print_in_place_of_a_name_is_one_of_our_errors():
+    number = Ext(EXT_CODES["int"], (1 << 20_000).to_bytes(2501, "big", signed=True))
+    items = msgspec.msgpack.encode([number, "x"])
+    with pytest.raises(FormatError, match="not an encoded plain value"):
+        decode(msgspec.msgpack.encode(Ext(EXT_CODES["path"], items)))

@@ -68,6 +68,7 @@ from shardkeep.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from shardkeep.wording import shown
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -161,8 +162,8 @@ def decode(
     except CheckpointError:
         raise
     except Exception as error:  # hostile bytes reach many constructors; all failures mean one thing
-        message = f"not an encoded plain value: {type(error).__name__}: {error}"
-        raise FormatError(message) from error
+        said = shown(error.args)  # which may hold numbers that are too long to print
+        raise FormatError(f"not an encoded plain value: {type(error).__name__}{said}") from error
 
 
 def same(a: object, b: object) -> bool:
