@@ -214,3 +214,38 @@ else:
     for seed, what in [("1", "save"), ("2", "load"), ("3", "load")]:
         env = {"PYTHONHASHSEED": seed, "PATH": ""}
         subprocess.run([sys.executable, "-c", code, what], check=True, env=env)
+
+
+def test_statefuls_are_asked_also_where_the_state_cannot_be_stored():
+    """Another rank may wait in the same `state_dict()`, whatever is wrong with this one's keys."""
+    asked = []
+
+    class Collective:
+        def state_dict(self):
+            asked.append(self)
+            return {"w": np.zeros(1)}
+
+        def load_state_dict(self, state):
+            pass
+
+    with pytest.raises(UnsupportedValueError, match="Unicode"):
+        flatten({"\ud800": 1, "z": Collective()})
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"a": {"b": np.zeros(2), "c": 1}, "d": [np.zeros(1), {}], "e": Point(np.zeros(1), 2)},
+        {1: np.zeros(1), "x": {None: 2, 2.5: np.zeros(1)}},
+        {"rank": PerRank({"seed": 1, "w": np.zeros(1)}), "empty": {}},
+        OrderedDict(a=OrderedDict(), b=np.zeros(1)),
+        np.zeros(1),
+    ],
+)
+def test_what_a_walk_learns_on_its_way_is_what_the_structure_says(state):
+    found = flatten(state, rank=1, world_size=2).structure
+    again = Structure(found.root)
+    assert found.kinds == again.kinds
+    assert found.key_types == again.key_types
+    assert found.names == again.names

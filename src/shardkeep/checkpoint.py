@@ -279,6 +279,7 @@ class Checkpoint(Mapping[str, Any]):
         self._state = state
         structure = self.metadata.planner_data
         assert structure is not None
+        structure.look()
         self.structure = structure
 
     # --- what there is

@@ -280,6 +280,8 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def check_values(self) -> None:
         """Ask those objects of the target that look at values before tensors are read."""
+        if not self._flat.states:
+            return
         found = [
             (dotted(path), one)
             for path, one in tree.find_statefuls(

@@ -97,6 +97,9 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
     """Torch's names of all leaves below a node, in order."""
     kind, keys, children, _ = node
+    if children.count(TENSOR) == len(children) and keys and set(map(type, keys)) == _TEXT:
+        names += map(prefix.__add__, keys)
+        return
     for key, child in zip(keys if kind in _KEYED else range(len(children)), children, strict=True):
         text = key if type(key) is str else key_text(key)
         if type(child) is int:
@@ -154,13 +157,18 @@ DISTINCT_KEYS = {str, int}
 class Structure:
     """The nesting of a state without its leaves."""
 
-    def __init__(self, root: Node) -> None:
-        """Wrap a tree of nodes."""
+    def __init__(
+        self, root: Node, kinds: list[int] | None = None, key_types: set[type] | None = None
+    ) -> None:
+        """Wrap a tree of nodes; whoever made it may know its `kinds` and `key_types`."""
         self.root = root
         self._names: list[str] | None = None
         self._paths: list[Path] | None = None
-        self._kinds: list[int] = []
-        self._key_types: set[type] | None = None
+        self._kinds: list[int] = kinds or []
+        self._key_types = key_types
+
+    def look(self) -> None:
+        """Take it apart now, where it was only read: a `FormatError` if it is not valid."""
 
     @property
     def paths(self) -> list[Path]:

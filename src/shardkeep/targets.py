@@ -55,18 +55,17 @@ class Targets:
     ) -> Targets:
         """Look at the arrays; refuses, by name, what cannot be a target. Allocates nothing."""
         glances = ask_each(adapters, [values], lambda one, arrays: one.target_glances(arrays))
+        # One whose glance says nothing is like no other; and the first of each form stands for it.
+        seen = [object() if glance is None else glance for glance in glances]
         known: dict[Hashable, int] = {}
-        form: list[int] = []
-        signatures: list[tuple[tuple[int, ...], DType]] = []
-        for row, glance in enumerate(glances):
-            number = None if glance is None else known.get(glance)
-            if number is None:
-                number = len(signatures)
-                signatures.append(adapters[row].signature(values[row], names[row]))
-                if glance is not None:
-                    known[glance] = number
-            form.append(number)
-        return cls(names, values, adapters, form, signatures, frozenset(known.values()))
+        form = [known.setdefault(glance, len(known)) for glance in seen]
+        first = dict(zip(reversed(form), range(len(form) - 1, -1, -1), strict=True))
+        signatures = [
+            adapters[first[number]].signature(values[first[number]], names[first[number]])
+            for number in range(len(known))
+        ]
+        shared = frozenset(form[row] for row in first.values() if glances[row] is not None)
+        return cls(names, values, adapters, form, signatures, shared)
 
     def signature(self, row: int) -> tuple[tuple[int, ...], DType]:
         """Shape of the whole tensor and element type."""
@@ -95,7 +94,9 @@ class Targets:
         return found
 
     def take(self, rows: Sequence[int]) -> Targets:
-        """The given ones."""
+        """The given ones, in order."""
+        if len(rows) == len(self.form):
+            return self
         return replace(
             self,
             names=[self.names[row] for row in rows],
@@ -113,16 +114,15 @@ class Targets:
         targets: list[LocalTarget] = []
         number: list[int] = []
         others: list[int] = []
-        for row, form in enumerate(self.form):
-            known = first.get(form)
+        for row, known in enumerate(map(first.get, self.form)):
             if known is not None:
                 others.append(row)
                 number.append(known)
                 continue
             value = self.values[row]
             target = self.adapters[row].target(value, self.names[row], device)
-            if form in self.shared and target.result is value:
-                first[form] = len(targets)  # an allocated one is nobody else's
+            if self.form[row] in self.shared and target.result is value:
+                first[self.form[row]] = len(targets)  # an allocated one is nobody else's
             number.append(len(targets))
             targets.append(target)
         return Filling(self, targets, np.array(number, np.int64), np.array(others, np.int64))

@@ -169,13 +169,28 @@ def flatten(
     With `keep_whole`, a `PerRank` with `resize` is one leaf, and nothing in it is asked.
     `stored_under` says what is stored under a name, where the state is one to load into.
     """
+    found = _flatten_unasked(state, rank, world_size, keep_whole)
+    if found is not None:
+        return found
     ask = partial(_ask_to_save, world_size=world_size)
     if stored_under is not None:
         ask = partial(_ask_to_load, stored_under=stored_under)
     states = _ask_statefuls(state, rank, ask, keep_whole)
-    walk = _Walk(states, rank, world_size, keep_whole)
-    root = walk.node(state, (), 0)
-    return FlatState(Structure(root), walk.values, walk.adapters, walk.fixed, states, walk.whole)
+    return _Walk(states, rank, world_size, keep_whole).flat(state)
+
+
+def _flatten_unasked(
+    state: object, rank: int, world_size: int, keep_whole: bool
+) -> FlatState | None:
+    """Take a state apart in one go, if there is nobody in it to ask, as in most.
+
+    What is wrong with a state is not said here: whoever is to be asked is asked first, as other
+    ranks may wait for this one there.
+    """
+    try:
+        return _Walk(None, rank, world_size, keep_whole).flat(state)
+    except Exception:
+        return None
 
 
 def _ask_to_save(value: Any, path: Path, world_size: int) -> Any:
@@ -279,10 +294,15 @@ def find_statefuls(
         yield path, value
 
 
+class _NotAsked(Exception):
+    """There is a `Stateful`, and nobody has asked any."""
+
+
 class _Walk:
     """One pass over a state, collecting leaves."""
 
-    def __init__(self, states: States, rank: int, world_size: int, keep_whole: bool) -> None:
+    def __init__(self, states: States | None, rank: int, world_size: int, keep_whole: bool) -> None:
+        """`states` is None as long as nobody was asked: then there must be nobody to ask."""
         self.states = states
         self.rank = rank
         self.world_size = world_size
@@ -291,6 +311,20 @@ class _Walk:
         self.adapters: list[ArrayAdapter | None] = []
         self.fixed: set[int] = set()
         self._known: dict[type, ArrayAdapter | None] = {}
+        self._simple: dict[type, ArrayAdapter] = {}
+        self._key_types: set[type] = set()
+
+    def flat(self, state: object) -> FlatState:
+        root = self.node(state, (), 0)
+        kinds = [VALUE if adapter is None else TENSOR for adapter in self.adapters]
+        return FlatState(
+            Structure(root, kinds, self._key_types),
+            self.values,
+            self.adapters,
+            self.fixed,
+            self.states or {},
+            self.whole,
+        )
 
     def node(self, value: object, path: Path, depth: int) -> Node:
         if depth > MAX_DEPTH:
@@ -309,12 +343,15 @@ class _Walk:
                 child = self._leaf(value, None)
             else:
                 child = self.node(value.value, (*path, self.rank), depth + 1)
+            self._key_types.add(int)
             return ["per_rank", [self.rank], [child], self.world_size]
         if is_split_mapping(value):
             return self._mapping(value, path, depth)  # type: ignore[arg-type]
         if _is_sequence(value) and _splits(value):
             return self._sequence(value, path, depth)  # type: ignore[arg-type]
         if is_stateful(value):
+            if self.states is None:
+                raise _NotAsked
             return self.node(given_state(self.states, value, path), path, depth)
         return self._leaf(value, None)
 
@@ -335,16 +372,20 @@ class _Walk:
             keys.append(key)
             self.fixed.add(len(self.values))
             children.append(self._leaf(attribute, None))
+        self._key_types.update(map(type, keys))
         return ["parts", keys, children, composite.kind]
 
     def _mapping(self, value: Mapping[Key, object], path: Path, depth: int) -> Node:
         kind = "ordered_dict" if isinstance(value, OrderedDict) else "dict"
-        if self._has_plain_names(value):
+        keys = _plain_names(value)
+        if keys is not None:
             children = self._arrays_only(list(value.values()))
             if children is None:
                 below = depth + 1
                 children = [self.node(c, (*path, key), below) for key, c in value.items()]
-            return [kind, list(value), children, None]
+            if keys:
+                self._key_types.add(str)
+            return [kind, keys, children, None]
         keys, children, seen = [], [], set()
         for key, child in value.items():
             plain = plain_key(key, path)
@@ -356,16 +397,20 @@ class _Walk:
             seen.add(identity)
             keys.append(plain)
             children.append(self.node(child, (*path, plain), depth + 1))
+        self._key_types.update(map(type, keys))
         return [kind, keys, children, None]
-
-    def _has_plain_names(self, value: Mapping[Key, object]) -> bool:
-        """Whether its keys are stored as they are; other text may not even be valid Unicode."""
-        if type(value) is not dict and type(value) is not OrderedDict:
-            return False
-        return set(map(type, value)) <= _TEXT and "".join(value).isascii()
 
     def _arrays_only(self, arrays: list[object]) -> list[Node] | None:
         """Take the values of a dict all at once, if they are arrays, as most of a state are."""
+        adapters = list(map(self._simple.get, map(type, arrays)))
+        if None in adapters or any_sets_shard_fields(arrays):
+            return self._arrays_slowly(arrays)
+        self.values += arrays
+        self.adapters += adapters
+        return [TENSOR] * len(arrays)
+
+    def _arrays_slowly(self, arrays: list[object]) -> list[Node] | None:
+        """The same, asking the adapters."""
         kinds = list(map(type, arrays))
         for kind in set(kinds):
             adapter = self._adapter(kind)
@@ -375,6 +420,8 @@ class _Walk:
                 alike = [array for array, its in zip(arrays, kinds, strict=True) if its is kind]
                 if adapter.any_composite(alike):
                     return None
+            else:
+                self._simple[kind] = adapter
         if any_sets_shard_fields(arrays):
             return None
         self.values += arrays
@@ -393,6 +440,14 @@ class _Walk:
             fields = list(type(value)._fields)  # type: ignore[attr-defined]
             return ["named_tuple", None, children, [type(value).__name__, fields]]
         return ["list" if type(value) is list else "tuple", None, children, None]
+
+
+def _plain_names(value: Mapping[Key, object]) -> list[Key] | None:
+    """The keys of a dict, if they are stored as they are; other text may not even be Unicode."""
+    if type(value) is not dict and type(value) is not OrderedDict:
+        return None
+    keys = list(value)
+    return keys if set(map(type, keys)) <= _TEXT and "".join(keys).isascii() else None
 
 
 def plain_key(key: object, path: Path) -> Key:
@@ -448,6 +503,8 @@ class _Fill:
         self._seen: dict[int, tuple[Path, int, int]] = {}
 
     def node(self, value: Any, path: Path = ()) -> Any:
+        if type(value) is dict and self._arrays_only(value):
+            return value
         adapter = adapter_of(value)
         if adapter is not None:
             composite = adapter.parts(value) if adapter.is_composite(type(value)) else None
@@ -501,9 +558,9 @@ class _Fill:
         # An empty container has no leaf at all: the leaves here may be fewer than the values.
         if None in adapters or len(held) < len(value) or not all(map(is_, value.values(), held)):
             return False
-        for key, old, new in zip(list(value), held, self.results[part], strict=True):
-            if old is not new:
-                value[key] = new
+        results = self.results[part]
+        if not all(map(is_, held, results)):
+            value.update(zip(list(value), results, strict=True))
         self.at = part.stop
         return True
 
@@ -512,8 +569,6 @@ class _Fill:
         return self.results[self.at - 1]
 
     def _mapping(self, value: Any, path: Path) -> Any:
-        if type(value) is dict and self._arrays_only(value):
-            return value
         filled = {key: self.node(child, (*path, key)) for key, child in list(value.items())}
         if isinstance(value, MutableMapping):
             for key, new in filled.items():

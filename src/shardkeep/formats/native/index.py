@@ -23,6 +23,7 @@ from shardkeep.columns import Boxes, Column, Ints, Strings, starts
 from shardkeep.engine.verified import VerifiedFile
 from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
 from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
+from shardkeep.formats.native.nesting import StoredStructure
 from shardkeep.stores.local import storage_errors
 from shardkeep.structure import MAX_NAME_BYTES, TENSOR, VALUE, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, ValueTable
@@ -229,26 +230,15 @@ class Index:
         if nbytes > self._nbytes:
             raise ValueError(f"tensors of {nbytes} bytes in files of {self._nbytes}")
 
-    def _read_structure(self) -> Structure:
-        """The nesting, its leaves named as their rows are; every row belongs to one leaf."""
-        structure = Structure.decode(self._column("structure").tobytes())
-        kinds, rows = np.array(structure.kinds, np.int64), self._column("leaf.row")
+    def _read_structure(self) -> StoredStructure:
         tables = {TENSOR: self.tensors.names, VALUE: self.values.names}
-        if len(rows) != len(kinds):
-            raise ValueError("the structure has other leaves than the tables")
-        for kind, names in tables.items():
-            if not np.array_equal(np.sort(rows[kinds == kind]), np.arange(len(names))):
-                raise ValueError("the leaves of the structure are not the rows of the tables")
-        pairs = zip(kinds.tolist(), rows.tolist(), strict=True)
-        names = [tables[kind][row] for kind, row in pairs]
-        if structure.has_simple_keys and structure.names != names:
-            raise ValueError("names do not follow from the structure")
-        structure.take_names(names)
-        return structure
+        return StoredStructure(
+            self._column("structure").tobytes(), self._column("leaf.row"), tables, self._file.name
+        )
 
     @property
-    def structure(self) -> Structure:
-        """The nesting."""
+    def structure(self) -> StoredStructure:
+        """The nesting; it is looked into when somebody asks."""
         assert self._structure is not None
         return self._structure
 

@@ -124,6 +124,7 @@ class _Check:
         index_error: CheckpointError | None = None
         try:
             reader.read_metadata()
+            reader.index.structure.look()
         except CheckpointError as error:
             if not hasattr(reader, "record"):
                 if not isinstance(error, CorruptionError):

@@ -1,0 +1,69 @@
+"""The nesting of an index: not looked into where a target has the same, and checked where it is."""
+
+import numpy as np
+import pytest
+
+from shardkeep import FormatError
+from shardkeep.formats.native.nesting import StoredStructure
+from shardkeep.structure import TENSOR, VALUE, Structure
+from shardkeep.tree import flatten
+
+STATE = {"m": {"w": np.zeros(2), "b": np.zeros(1)}, "step": 3}
+
+
+def stored(rows=(1, 0, 0), tensors=("m.b", "m.w"), data=None):
+    data = flatten(STATE).structure.encode() if data is None else data
+    names = {TENSOR: list(tensors), VALUE: ["step"]}
+    return StoredStructure(data, np.array(rows), names, "index")
+
+
+def test_a_target_of_the_same_nesting_is_taken_for_it(monkeypatch):
+    found = stored()
+    monkeypatch.setattr(Structure, "decode", lambda data: pytest.fail("looked inside"))
+    target = flatten(STATE).structure
+    assert found.same(target)
+    assert found.names == ["m.w", "m.b", "step"]
+    assert found.root == target.root
+    assert found.kinds == [TENSOR, TENSOR, VALUE]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"m": {"b": np.zeros(1), "w": np.zeros(2)}, "step": 3},
+        {"m": {"w": np.zeros(2), "b": 1.0}, "step": 3},
+        {"m": {"w": np.zeros(2)}, "step": 3},
+        {"m": [np.zeros(2), np.zeros(1)], "step": 3},
+    ],
+)
+def test_another_nesting_is_not(other):
+    found = stored()
+    assert not found.same(flatten(other).structure)
+    assert found.names == ["m.w", "m.b", "step"]
+
+
+def test_keys_that_python_calls_equal_are_told_apart():
+    one, true = ({key: np.zeros(1)} for key in (1, True))
+    found = StoredStructure(
+        flatten(one).structure.encode(), np.array([0]), {TENSOR: ["1"], VALUE: []}, "index"
+    )
+    assert not found.same(flatten(true).structure)
+    assert found.same(flatten(one).structure)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rows": (0, 1, 0)},
+        {"rows": (1, 1, 0)},
+        {"rows": (1, 0)},
+        {"rows": (1, 0, 7)},
+        {"tensors": ("m.b", "m.x")},
+        {"data": b"\x93\x00"},
+    ],
+)
+@pytest.mark.parametrize("by", ["target", "looking"])
+def test_what_does_not_fit_is_an_error_either_way(wrong, by):
+    found = stored(**wrong)
+    with pytest.raises(FormatError):
+        found.same(flatten(STATE).structure) if by == "target" else found.look()
