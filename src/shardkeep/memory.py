@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from shardkeep.metadata import ChunkStorageMetadata
 
-__all__ = ["Addresses", "Memory", "address_of"]
+__all__ = ["Addresses", "Memory", "address_of", "bytes_at"]
 
 Addresses = npt.NDArray[np.uint64]
 """Or distances between them: sums of unsigned numbers wrap around, so any may be added."""
@@ -20,6 +20,11 @@ Addresses = npt.NDArray[np.uint64]
 def address_of(array: npt.NDArray[Any]) -> int:
     """Of the first element of an array in host memory."""
     return int(array.__array_interface__["data"][0])
+
+
+def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Host memory that the caller holds, and has checked the bounds of, as an array."""
+    return np.asarray(_Interface({"data": (address, False), "shape": (nbytes,), "typestr": "|u1"}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +76,18 @@ class Memory:
 
     def _as_array(self) -> npt.NDArray[np.generic]:
         # numpy solves the overlap of strided arrays from addresses alone.
-        return np.asarray(_Addressed(self))
+        return np.asarray(
+            _Interface(
+                {
+                    "data": (self.address, True),
+                    "shape": self.shape,
+                    "strides": self.strides,
+                    "typestr": f"|V{self.itemsize}",
+                }
+            )
+        )
 
 
-class _Addressed:
-    def __init__(self, memory: Memory) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (memory.address, True),
-            "shape": memory.shape,
-            "strides": memory.strides,
-            "typestr": f"|V{memory.itemsize}",
-        }
+class _Interface:
+    def __init__(self, described: dict[str, object]) -> None:
+        self.__array_interface__ = {"version": 3, **described}

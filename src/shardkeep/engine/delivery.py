@@ -24,7 +24,7 @@ from shardkeep.columns import Boxes, Column
 from shardkeep.dtypes import DType
 from shardkeep.engine.moves import move_all
 from shardkeep.engine.regions import Regions, Spans
-from shardkeep.memory import Addresses, address_of
+from shardkeep.memory import Addresses, address_of, bytes_at
 
 __all__ = ["Delivery"]
 
@@ -64,6 +64,16 @@ class Delivery:
             self._sinks(int(self._regions.sink[row])),
             self._regions.dtype[int(self._regions.kind[row])],
         )
+
+    def stretch(self, row: int, begin: int, end: int) -> Bytes | None:
+        """Where the bytes [begin, end) of a file go, which lie in a region that is one run; None
+        where they cannot go there as they are."""
+        low, to = int(self._low[row]), int(self._to[row])
+        if to:
+            return bytes_at(to + begin - low, end - begin)
+        memory = self.memory(row)
+        at = int(self._at[row]) - low
+        return None if memory is None else memory[at + begin : at + end]
 
     def put(self, row: int, data: Bytes, base: int, begin: int, end: int) -> None:
         """Copy the bytes [begin, end) of a region; `data` begins at byte `base` of the file."""

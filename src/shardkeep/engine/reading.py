@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 
-import numpy as np
-
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.blocks import BlockFile
@@ -289,71 +287,61 @@ class _Unit:
     def run(self, file: BlockFile, rows: Ints) -> None:
         """Check it, and copy it to where it goes."""
         self.clock = perf_counter()
-        straight = list(self.straight(rows))
-        if self.fetched:
-            self.check(file)
-            for begin, end, memory in straight:
-                np.copyto(memory, self.data[begin - self.low : end - self.low])
-        else:
-            self.read(file, straight)
-        self.rest(rows, straight)
+        if not self.fetched:
+            self.read(file, rows)
+            return
+        if file.check:
+            file.check_blocks(self.low // self.reading.block, self.data)
+            self.lap("digest_thread_s")
+        self.reading.delivery.put_many(rows, self.data, self.low)
         self.lap("copy_thread_s")
+
+    def read(self, file: BlockFile, rows: Ints) -> None:
+        """Bring it from the page cache, check it, and copy on what could not go to its place."""
+        at = self.low
+        for begin, end, memory in self.straight(rows):
+            self.read_between(file, rows, at, begin)
+            self.pieces(file, begin, memory, PIECE)
+            self.stats["bytes_straight"] += end - begin
+            at = end
+        self.read_between(file, rows, at, self.high)
 
     def straight(self, rows: Ints) -> Iterator[tuple[int, int, Bytes]]:
         """Whole blocks that one region alone wants, as one run of host memory, and that memory."""
         reading, block = self.reading, self.reading.block
-        spans = reading.spans
-        for row in rows[reading.large[rows]].tolist():
-            low = int(spans.low[row])
+        large = rows[reading.large[rows]]
+        spans = zip(
+            large.tolist(),
+            reading.spans.low[large].tolist(),
+            reading.spans.high[large].tolist(),
+            strict=True,
+        )
+        for row, low, high in spans:
             begin = -(-max(low, self.low) // block) * block
-            end = min(int(spans.high[row]), self.high) // block * block
-            memory = reading.delivery.memory(row) if begin < end else None
+            end = min(high, self.high) // block * block
+            memory = reading.delivery.stretch(row, begin, end) if begin < end else None
             if memory is not None:
-                at = int(spans.at[row]) - low
-                yield begin, end, memory[at + begin : at + end]
+                yield begin, end, memory
 
-    def check(self, file: BlockFile) -> None:
-        """Compare all of it, which is in the buffer, with its digests."""
-        if file.check:
-            file.check_blocks(self.low // self.reading.block, self.data)
-            self.lap("digest_thread_s")
-
-    def read(self, file: BlockFile, straight: list[tuple[int, int, Bytes]]) -> None:
-        """Bring it from the page cache, where it goes or into the buffer, and check it."""
-        at = self.low
-        for begin, end, memory in straight:
-            self.pieces(file, at, self.data[at - self.low : begin - self.low], LARGE_PIECE)
-            self.pieces(file, begin, memory, PIECE)
-            self.stats["bytes_straight"] += end - begin
-            at = end
-        self.pieces(file, at, self.data[at - self.low :], LARGE_PIECE)
+    def read_between(self, file: BlockFile, rows: Ints, begin: int, end: int) -> None:
+        """Bring the blocks [begin, end) of small regions, and copy them on while they are hot."""
+        if begin == end:
+            return
+        spans, data = self.reading.spans, self.buffer[: end - begin]
+        self.pieces(file, begin, data, LARGE_PIECE)
         self.clock = perf_counter()
+        touching = (spans.low[rows] < end) & (spans.high[rows] > begin)
+        self.reading.delivery.put_many(rows[touching], data, begin)
+        self.lap("copy_thread_s")
 
     def pieces(self, file: BlockFile, begin: int, memory: Bytes, size: int) -> None:
         """Bring the blocks from `begin` on into memory, piece by piece, and check them."""
-        if len(memory):
-            block = self.reading.block
-            size = max(block, size // block * block)
-            requests, reading, digesting = file.read_pieces(begin // block, memory, size)
-            self.stats["read_requests"] += requests
-            self.stats["read_thread_s"] += reading
-            self.stats["digest_thread_s"] += digesting
-
-    def rest(self, rows: Ints, straight: list[tuple[int, int, Bytes]]) -> None:
-        """Copy what went into the buffer and has not reached its place yet."""
-        delivery, low, data = self.reading.delivery, self.low, self.data
-        if not straight:
-            delivery.put_many(rows, data, low)
-            return
-        at = low
-        for begin, end in (*((begin, end) for begin, end, _ in straight), (self.high, self.high)):
-            window = data[at - low : begin - low]
-            if len(window):
-                touching = (self.reading.spans.low[rows] < begin) & (
-                    self.reading.spans.high[rows] > at
-                )
-                delivery.put_many(rows[touching], window, at)
-            at = end
+        block = self.reading.block
+        size = max(block, size // block * block)
+        requests, reading, digesting = file.read_pieces(begin // block, memory, size)
+        self.stats["read_requests"] += requests
+        self.stats["read_thread_s"] += reading
+        self.stats["digest_thread_s"] += digesting
 
 
 def _named(damage: DamagedBlock, names: set[str]) -> CorruptionError:

@@ -62,40 +62,44 @@ class VerifiedFile(BlockFile):
 
     def check_blocks(self, first: int, data: Bytes) -> None:
         """Compare whole blocks, the first of which has this number, with their digests."""
-        self._check(first, data.data, self._digests(first, -(-len(data) // self.layout.block)))
+        wanted = self._digests(first, -(-len(data) // self.layout.block))
+        self._compare(first, self._digest(data.data), wanted)
 
-    def _check(self, first: int, view: memoryview, wanted: bytes) -> None:
-        digest, block, size = self.algorithm.digest, self.layout.block, self.layout.size
-        found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
+    def _digest(self, view: memoryview) -> list[bytes]:
+        digest, block = self.algorithm.digest, self.layout.block
+        return [digest(view[at : at + block]) for at in range(0, len(view), block)]
+
+    def _compare(self, first: int, digests: list[bytes], wanted: bytes) -> None:
+        found = b"".join(digests)
         if found != wanted:
             at = next(at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
-            raise DamagedBlock(self.name, first + at // size, block)
+            raise DamagedBlock(self.name, first + at // self.layout.size, self.layout.block)
 
     def read_pieces(self, first: int, out: Bytes, piece: int) -> tuple[int, float, float]:
-        """Read whole blocks, each piece of so many bytes checked while it is in a cache.
+        """Read whole blocks, each piece of so many bytes digested while it is in a cache.
 
         Little else is done in between, as other threads wait for the interpreter meanwhile. Returns
         how many pieces there were, and the seconds that reading and checking took.
         """
-        block, size = self.layout.block, self.layout.size
-        wanted = self._digests(first, -(-len(out) // block)) if self.check else b""
-        view, low = out.data, first * block
+        block, read, view = self.layout.block, self.file.read_into, out.data
+        low, count = first * block, len(view)
+        wanted = self._digests(first, -(-count // block)) if self.check else b""
+        digests: list[bytes] = []
         reading = digesting = 0.0
         end = perf_counter()
-        for at in range(0, len(view), piece):
+        for at in range(0, count, piece):
             part, begun = view[at : at + piece], end
-            if self.file.read_into(part, low + at) != len(part):
+            if read(part, low + at) != len(part):
                 self._refuse_short(low + at + len(part))
-            end = read = perf_counter()
+            end = there = perf_counter()
             if wanted:
-                number = at // block
-                self._check(
-                    first + number, part, wanted[number * size : (number + piece // block) * size]
-                )
+                digests += self._digest(part)
                 end = perf_counter()
-            reading += read - begun
-            digesting += end - read
-        return -(-len(view) // piece), reading, digesting
+            reading += there - begun
+            digesting += end - there
+        if wanted:
+            self._compare(first, digests, wanted)
+        return -(-count // piece), reading, digesting
 
     def read_blocks(self, first: int, stop: int, out: Bytes) -> Bytes:
         """Read and check blocks [first, stop); returns the part of `out` that they fill."""
