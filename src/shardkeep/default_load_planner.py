@@ -142,7 +142,9 @@ class DefaultLoadPlanner(LoadPlanner):
         mismatched = {
             targets.names[at]: self._fault(rows[at], *targets.signature(at)) for at in misfits
         }
-        fitting = sorted(set(range(len(leaves))).difference(misfits))
+        fitting: Sequence[int] = range(len(leaves))
+        if misfits:
+            fitting = sorted(set(fitting).difference(misfits))
         self._filling = targets.take(fitting).filling(self.device)
         for at, made in self._filling.allocated():
             self.results[leaves[fitting[at]]] = made

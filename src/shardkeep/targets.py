@@ -56,7 +56,9 @@ class Targets:
         """Look at the arrays; refuses, by name, what cannot be a target. Allocates nothing."""
         glances = ask_each(adapters, [values], lambda one, arrays: one.target_glances(arrays))
         # One whose glance says nothing is like no other; and the first of each form stands for it.
-        seen = [object() if glance is None else glance for glance in glances]
+        seen = glances
+        if None in glances:
+            seen = [object() if glance is None else glance for glance in glances]
         known: dict[Hashable, int] = {}
         form = [known.setdefault(glance, len(known)) for glance in seen]
         first = dict(zip(reversed(form), range(len(form) - 1, -1, -1), strict=True))
@@ -145,14 +147,14 @@ class Filling:
         self._pieces = [piece for pieces in kept for piece in pieces]
         self._piece, start = ragged_rows(starts(np.array([*map(len, kept)], np.int64)), target)
         self._array = np.repeat(np.arange(len(target)), np.diff(start))
-        self.names = [arrays.names[row] for row in self._array.tolist()]
+        one_each = len(start) == len(self._array) + 1 and bool((np.diff(start) == 1).all())
+        self.names = (
+            arrays.names if one_each else [arrays.names[row] for row in self._array.tolist()]
+        )
         """Of each piece, that of its tensor."""
         self.boxes = Boxes.of([piece.box for piece in self._pieces]).take(self._piece)
         """Of each piece, where it sits in the whole tensor."""
         self._shift = shift[self._array]
-        # As plain numbers: sinks are asked for one by one.
-        rows, numbers = self._array.tolist(), self._piece.tolist()
-        self._made_of: list[tuple[int, int]] = list(zip(rows, numbers, strict=True))
         self._sinks: list[Sink | None] = [None] * len(self._piece)
 
     def _shifts(self, others: Ints) -> Addresses:
@@ -191,8 +193,7 @@ class Filling:
         return found
 
     def _make_sink(self, number: int) -> Sink:
-        row, which = self._made_of[number]
-        piece = self._pieces[which]
+        row, piece = int(self._array[number]), self._pieces[int(self._piece[number])]
         if self._is_own[row]:
             return piece.sink
         adapter, target = self._arrays.adapters[row], self._targets[self._target[row]]

@@ -14,16 +14,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from shardkeep.boxes import tiled
 from shardkeep.columns import Boxes, Column, Ints, Strings, starts
 from shardkeep.engine.verified import VerifiedFile
-from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
+from shardkeep.errors import FormatError
 from shardkeep.formats.native.header import MAX_HEADER, Entry, header_room, read_header
-from shardkeep.formats.native.nesting import StoredStructure
+from shardkeep.formats.native.nesting import StoredStructure, reading_tables
 from shardkeep.stores.local import storage_errors
 from shardkeep.structure import MAX_NAME_BYTES, TENSOR, VALUE, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, ValueTable
@@ -40,8 +39,6 @@ FEW = 64
 
 _CODES = {"<i8": "I64", "<i4": "I32", "<u2": "U16", "|u1": "U8"}
 _DTYPES = {code: np.dtype(name) for name, code in _CODES.items()}
-_WRONG = (KeyError, ValueError, TypeError, IndexError, RecursionError, msgspec.MsgspecError)
-"""What tables that are none are met with."""
 _NARROW = {"chunk.file": "I32", "value.file": "I32", "tensor.kind": "U16"} | dict.fromkeys(
     ("kinds", "structure", "tensor.names", "value.names"), "U8"
 )
@@ -131,14 +128,8 @@ class Index:
         with storage_errors(f"reading {file.name}"):
             header = file.read_range(0, 8 + length)
         self._entries, _ = read_header(header, file.name, file.layout.file_size)
-        try:
+        with reading_tables(file.name):
             self._read_tables()
-        except UnsupportedValueError as error:  # an element type, say, that a newer version stores
-            raise FormatError(f"{file.name}: {error}") from error
-        except CheckpointError:
-            raise
-        except _WRONG as error:
-            raise FormatError(f"{file.name}: the tensor table is not valid: {error!r}") from error
 
     def _column(self, key: str, low: int = 0, high: int | None = None) -> Column:
         entry = self._entries[key]

@@ -6,16 +6,33 @@ A load mostly looks for nothing in it: its target has the same nesting, and so t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
 
 from shardkeep.columns import Ints
-from shardkeep.errors import FormatError
+from shardkeep.errors import CheckpointError, FormatError, UnsupportedValueError
 from shardkeep.structure import Node, Structure
 
-__all__ = ["StoredStructure"]
+__all__ = ["StoredStructure", "reading_tables"]
+
+_WRONG = (KeyError, ValueError, TypeError, IndexError, RecursionError, msgspec.MsgspecError)
+"""What tables that are none are met with."""
+
+
+@contextmanager
+def reading_tables(where: str) -> Iterator[None]:
+    """What is wrong with the tables of this file becomes a `FormatError`."""
+    try:
+        yield
+    except UnsupportedValueError as error:  # an element type, say, that a newer version stores
+        raise FormatError(f"{where}: {error}") from error
+    except CheckpointError:
+        raise
+    except _WRONG as error:
+        raise FormatError(f"{where}: the tensor table is not valid: {error!r}") from error
 
 
 class StoredStructure(Structure):
@@ -67,12 +84,10 @@ class StoredStructure(Structure):
         return super().same(other)
 
     def _take(self, found: Structure) -> None:
-        try:
+        with reading_tables(self._where):
             names = self._names_of(found)
-        except (ValueError, TypeError, IndexError, msgspec.MsgspecError) as error:
-            raise FormatError(f"{self._where}: the tensor table is not valid: {error!r}") from error
-        self._root, self._kinds, self._key_types = found.root, found.kinds, found.key_types
-        self._names = names
+            root, kinds, key_types = found.root, found.kinds, found.key_types
+        self._root, self._kinds, self._key_types, self._names = root, kinds, key_types, names
         self._is_open = True
 
     def _names_of(self, found: Structure) -> list[str]:
