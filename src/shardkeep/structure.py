@@ -15,6 +15,7 @@ import msgspec
 
 from shardkeep import values
 from shardkeep.errors import FormatError, PlanError, UnsupportedValueError
+from shardkeep.wording import shown
 
 __all__ = ["TENSOR", "VALUE", "Structure", "bracketed", "dotted", "key_identity", "merge"]
 
@@ -131,7 +132,12 @@ def _add_key_types(node: Node, found: set[type]) -> None:
 
 def _check_lengths(names: Sequence[str], paths: Sequence[Path]) -> None:
     for name, path in zip(names, paths, strict=True):
-        size = len(name.encode())
+        try:
+            size = len(name.encode())
+        except UnicodeEncodeError:
+            raise UnsupportedValueError(
+                f"{shown(name)} has half a character in it and cannot be a name"
+            ) from None
         if size > MAX_NAME_BYTES:
             begin = key_text(path[0])[:80]
             raise UnsupportedValueError(

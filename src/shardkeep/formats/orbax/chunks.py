@@ -28,9 +28,11 @@ from shardkeep.formats.orbax.items import Tree
 
 __all__ = ["Arrays"]
 
-_MAX_PARTS = 1 << 18
+_MAX_PARTS = 1 << 12
 """Chunks of one array that are told apart; one with more is read as a whole."""
 _MAX_CHUNK = 1 << 36
+_SMALL_CHUNK = 16 << 20
+"""Bytes that a chunk may have, however little of it an array fills."""
 _CACHED = 4
 """Chunks that are kept decoded: what is read piece by piece is not decoded for each piece."""
 _SMALL_CACHE = 64 << 20
@@ -116,8 +118,12 @@ class Arrays:
         grid = store.chunk_layout.read_chunk.shape or shape
         chunk = checked_shape((max(1, int(n)) for n in grid), what)
         nbytes = math.prod(chunk) * dtype.itemsize
-        if nbytes > _MAX_CHUNK:
-            raise FormatError(f"{what} is said to have chunks of {nbytes} bytes")
+        whole = math.prod(shape) * dtype.itemsize
+        if nbytes > _MAX_CHUNK or nbytes > max(_SMALL_CHUNK, 2 * whole):
+            # tensorstore takes memory for all of a chunk, and ends the process if there is none.
+            raise FormatError(
+                f"{what} is said to have chunks of {nbytes} bytes, and {whole} bytes in all"
+            )
         self._largest = max(self._largest, nbytes)
         if 0 in shape:
             return StoredTensor(dtype.name, shape, ())
