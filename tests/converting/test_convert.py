@@ -21,6 +21,7 @@ import shardkeep
 import shardkeep.foreign.writing as writing
 from shardkeep.converting import driver
 from shardkeep.converting.target import TARGETS
+from shardkeep.converting.workplace import Workplace
 from shardkeep.foreign.layout import Elements, Late, Literal, OutFile
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals, flock")
@@ -488,6 +489,42 @@ def test_a_killed_convert_is_gone_on_with(large, tmp_path, to, monkeypatch):
     else:
         check_toy(made, large)
     assert left_in(tmp_path) == ["made", "source"]
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+def test_killed_when_the_result_is_in_its_place(tmp_path, to, monkeypatch):
+    """What it replaced lies where it was built then, and must not be taken for it."""
+    for number in (1, 2):
+        state = {"x": np.full(5000, number, np.float32)}
+        shardkeep.save(state, tmp_path / f"source-{number}", no_dist=True)
+    made = tmp_path / "made"
+    shardkeep.convert(tmp_path / "source-1", made, to=to)
+    with monkeypatch.context() as killed:
+        killed.setattr(Workplace, "__exit__", lambda self, *_: os.close(self._journal))
+        shardkeep.convert(tmp_path / "source-2", made, to=to, overwrite=True)
+    for _ in range(2):
+        with shardkeep.open(made) as checkpoint:
+            assert (checkpoint["x"][:] == 2).all()
+        shardkeep.convert(tmp_path / "source-2", made, to=to, overwrite=True)
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+def test_what_was_taken_away_is_put_back(tmp_path, monkeypatch):
+    """Where two directories cannot change places, for a moment there is neither."""
+    for number in (1, 2):
+        shardkeep.save({"x": np.full(50, number)}, tmp_path / f"source-{number}", no_dist=True)
+    made = tmp_path / "made"
+    shardkeep.convert(tmp_path / "source-1", made)
+    folder = tmp_path / "made.converting"
+    folder.mkdir()
+    made.rename(folder / "replaced")
+
+    def stop(done, total):
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        shardkeep.convert(tmp_path / "source-2", made, overwrite=True, progress=stop)
+    assert (shardkeep.open(made)["x"][:] == 1).all()
 
 
 @pytest.mark.usefixtures("toy")

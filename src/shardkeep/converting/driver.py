@@ -26,6 +26,7 @@ from shardkeep.formats.native.layout import Limits
 from shardkeep.inspecting import open as open_checkpoint
 from shardkeep.progress import Progress, tracked
 from shardkeep.storage import CheckpointId
+from shardkeep.stores.local import storage_errors
 from shardkeep.surgery.operation import Surgery
 
 __all__ = ["ConvertResult", "convert"]
@@ -128,13 +129,14 @@ def convert(
                         contents, files, place, budget=budget - budget // READING, progress=counter
                     )
                 resumed = place.is_resumed
+                sizes = sizes or _sizes(place.made)
                 place.publish()
         spent = time.perf_counter() - begun
         return _result(
             contents,
             destination,
             to,
-            sizes or _sizes(destination),
+            sizes,
             digest=digest,
             seconds=spent,
             resumed=resumed,
@@ -175,8 +177,9 @@ def _check_room(place: Workplace, nbytes: int) -> None:
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    entries = [entry for entry in sorted(path.rglob("*")) if entry.is_file()]
-    return {entry.relative_to(path).as_posix(): entry.stat().st_size for entry in entries}
+    with storage_errors(f"looking at {path}"):
+        entries = [entry for entry in sorted(path.rglob("*")) if entry.is_file()]
+        return {entry.relative_to(path).as_posix(): entry.stat().st_size for entry in entries}
 
 
 def _result(

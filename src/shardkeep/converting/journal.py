@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.converting.workplace import Workplace
+from shardkeep.converting.workplace import Workplace, sync_directories
 from shardkeep.formats.native.jobs import Written
+from shardkeep.stores.local import storage_errors
 
 __all__ = ["DataJournal", "clear_unknown"]
 
@@ -68,9 +69,16 @@ def known_files(place: Workplace) -> dict[str, Written]:
 
 
 def clear_unknown(place: Workplace) -> None:
-    """Remove what an attempt that was killed had begun and not finished."""
+    """Remove what an attempt that was killed had begun and not finished.
+
+    For good: if a file came back after a crash, in the place of one of its name and size that is
+    noted by then, it would be taken for that.
+    """
     known = known_files(place)
-    if place.made.is_dir():
-        for path in place.made.rglob("*"):
+    with storage_errors(f"cleaning {place.made}"):
+        if not place.made.is_dir():
+            return
+        for path in [*place.made.rglob("*")]:
             if not path.is_dir() and path.relative_to(place.made).as_posix() not in known:
                 path.unlink()
+        sync_directories(place.made)

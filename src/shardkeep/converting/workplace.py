@@ -22,14 +22,17 @@ from shardkeep.errors import CheckpointError, CheckpointExistsError, StorageErro
 from shardkeep.foreign.detecting import detect
 from shardkeep.foreign.tables import tables_of
 from shardkeep.formats.native.names import RECORD, lease_save_id, new_save_id, save_id_of
+from shardkeep.stores.direct import exchange_names
 from shardkeep.stores.local import LocalStore, above_stdio, storage_errors, sync_fd
 
-__all__ = ["Workplace", "check_free"]
+__all__ = ["Workplace", "check_free", "sync_directories"]
 
 ENDING = ".converting"
 _JOURNAL = "journal"
 _MADE = "made"
-_EXCHANGE = 2
+_REPLACED = "replaced"
+_PUBLISHING = {"publishing": True}
+"""A note that the result is about to change places with what it replaces."""
 _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """How a file that is a checkpoint is called."""
 _BESIDE = (".safetensors.index.json", ".metadata", "_metadata", ".bytes", ".distcp")
@@ -38,6 +41,11 @@ _BESIDE = (".safetensors.index.json", ".metadata", "_metadata", ".bytes", ".dist
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
     """Refuse a destination that holds something, or something that is no checkpoint."""
+    with storage_errors(f"looking at {destination}"):
+        _check_free(destination, overwrite)
+
+
+def _check_free(destination: Path, overwrite: bool) -> None:
     if not os.path.lexists(destination):
         return
     if destination.is_symlink():
@@ -100,10 +108,21 @@ class Workplace:
 
     def __enter__(self) -> Self:
         with storage_errors(f"making {self.folder}"):
-            LocalStore(self.folder).make_directory("")
-            self._journal = self._locked()
-            if not self._go_on():
-                self._begin()
+            try:
+                LocalStore(self.folder).make_directory("")
+                self._journal = self._locked()
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()  # nobody else's, if it is empty
+                raise
+        try:
+            with storage_errors(f"beginning in {self.folder}"):
+                self._put_back()
+                if not self._go_on():
+                    self._begin()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
         return self
 
     def __exit__(
@@ -113,7 +132,8 @@ class Workplace:
         again = not isinstance(error, Exception) or getattr(error, "transient", False)
         if error is None or not again:
             shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._journal)
+        with contextlib.suppress(OSError):  # what is noted there is durable, or does not count
+            os.close(self._journal)
 
     @property
     def is_resumed(self) -> bool:
@@ -134,6 +154,13 @@ class Workplace:
             os.close(fd)  # removed by whoever held it until now
             LocalStore(self.folder).make_directory("")
 
+    def _put_back(self) -> None:
+        """What an attempt took away that was killed before it brought something better."""
+        old = self.folder / _REPLACED
+        if os.path.lexists(old) and not os.path.lexists(self.destination):
+            os.rename(old, self.destination)
+            LocalStore(self.destination.parent).sync_directory()
+
     def _go_on(self) -> bool:
         """Take the notes of an earlier attempt at the same."""
         with os.fdopen(os.dup(self._journal), "rb") as file:
@@ -143,6 +170,9 @@ class Workplace:
         try:
             head, *entries = [json.loads(line) for line in lines]
             if head["convert"] != self._identity or {type(entry) for entry in entries} - {dict}:
+                return False
+            if _PUBLISHING in entries:
+                # Once it was on its way to its place, what is here may be what it has replaced.
                 return False
             self.save_id = head["save_id"]
         except (ValueError, KeyError, TypeError, RecursionError):
@@ -155,6 +185,8 @@ class Workplace:
     def _begin(self) -> None:
         """Forget what there was."""
         os.ftruncate(self._journal, 0)
+        # Durable before anything is noted: old notes must not come back behind a new first line.
+        sync_fd(self._journal)
         if self.made.is_dir():
             shutil.rmtree(self.made)
         else:
@@ -164,16 +196,20 @@ class Workplace:
 
     def note(self, entry: dict[str, Any]) -> None:
         """Add to the journal; durable on return."""
-        os.write(self._journal, json.dumps(entry).encode() + b"\n")
-        sync_fd(self._journal)
+        with storage_errors(f"writing {self.folder / _JOURNAL}"):
+            line = memoryview(json.dumps(entry).encode() + b"\n")
+            while line:
+                line = line[os.write(self._journal, line) :]
+            sync_fd(self._journal)
 
     def publish(self) -> None:
         """Move the result, which is whole, to its destination, in one step."""
         destination = self.destination
         with storage_errors(f"moving the result to {destination}"):
-            _sync_directories(self.made)
+            sync_directories(self.made)
             check_free(destination, overwrite=self.overwrite)
             if self.made.is_dir():
+                self.note(_PUBLISHING)
                 self._move_directory()
             else:
                 self._move_file()
@@ -205,7 +241,7 @@ class Workplace:
                 raise _appeared(destination) from error
         if not _exchange(self.made, destination):
             # Two steps, and for a moment there is neither; the old one is in our folder then.
-            old = self.folder / "replaced"
+            old = self.folder / _REPLACED
             os.rename(destination, old)
             try:
                 os.rename(self.made, destination)
@@ -235,7 +271,8 @@ def _lock(fd: int, folder: Path) -> None:
         # A file system without locks: who runs two converts to one place has been warned here.
 
 
-def _sync_directories(path: Path) -> None:
+def sync_directories(path: Path) -> None:
+    """Make all names below a directory durable, if it is one."""
     if path.is_dir():
         for folder, _, _ in os.walk(path):
             LocalStore(folder).sync_directory()
@@ -243,15 +280,13 @@ def _sync_directories(path: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two names in one step; False where that cannot be done."""
-    if sys.platform != "linux":
+    try:
+        exchange_names(a, b)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
+            raise
         return False
-    import ctypes
-
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here = -100
-    return call is not None and (
-        call(here, os.fsencode(a), here, os.fsencode(b), ctypes.c_uint(_EXCHANGE)) == 0
-    )
+    return True
 
 
 def fingerprint(path: Path) -> list[tuple[str, int, int]]:

@@ -8,6 +8,7 @@ whoever was killed can go on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import zlib
@@ -100,8 +101,8 @@ def _write(
     notes: Notes,
     progress: Callable[[int], None],
 ) -> None:
-    found = notes.found(file.name)
-    if found is not None and found.done and path.stat().st_size == file.size:
+    found = _still_true(notes.found(file.name), path, file.size)
+    if found is not None and found.done:
         progress(file.size)
         return
     LocalStore(path.parent).make_directory("")
@@ -119,12 +120,23 @@ def _write(
     out.close()
 
 
+def _still_true(found: FileNote | None, path: Path, size: int) -> FileNote | None:
+    """What was noted of a file, if that is there: its name may not have been durable in a crash."""
+    try:
+        return found if found is None or path.stat().st_size == size else None
+    except FileNotFoundError:
+        return None
+
+
 def _opened(path: Path, found: FileNote | None) -> tuple[WriteFile, FileNote]:
     """A file that was begun, where it is known how far it is; else a new one."""
     store, name = LocalStore(path.parent), path.name
-    if found is not None and path.exists():
+    if found is not None:
         return WriteFile(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)), path), found
-    path.unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+        # For good: after a crash it would be taken for the new one, as it has its name and size.
+        store.sync_directory()
     return store.create(name), FileNote(0, {})
 
 

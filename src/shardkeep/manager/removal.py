@@ -188,11 +188,11 @@ def remove_tree(
         return 0, False
     for inner in sorted(names, key=lambda inner: (inner != RECORD, inner)):
         path = f"{name}/{inner}"
-        if store.is_directory(path):
-            size, done = remove_tree(store, path, progress)
-            nbytes, gone = nbytes + size, gone and done
-            continue
         try:
+            if store.is_directory(path):
+                size, done = remove_tree(store, path, progress)
+                nbytes, gone = nbytes + size, gone and done
+                continue
             size = store.stat(path).size
             store.unlink(path)
             nbytes += size

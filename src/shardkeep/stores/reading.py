@@ -122,10 +122,12 @@ class ReadFile:
         self._direct = -1
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Let go of the file. Never raises: what was read was read."""
         self.fd = -1
         with self._lock:
             self._direct = -1
             if self._direct_closer is not None:
-                self._direct_closer()
-        self._closer()
+                with contextlib.suppress(OSError):
+                    self._direct_closer()
+        with contextlib.suppress(OSError):
+            self._closer()
