@@ -6,76 +6,35 @@ system may lose what was not synced, and what is left must load.
 
 import contextlib
 import os
-import random
 import shutil
-import subprocess
-import sys
-import textwrap
 import threading
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
+from generations import ABSENT, FROZEN, assert_clean, generation_at, state
+from machine import Violation
 
 import shardkeep
-from shardkeep.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.formats.native import writer as native_writer
 from shardkeep.formats.native.commit import collect_garbage, read_record
 from shardkeep.formats.native.names import RECORD, data_file, lease_name, new_save_id
 from shardkeep.stores.local import LocalStore
-from shardkeep.testing.recording import (
+from shardkeep.testing.disk import crash_points
+from shardkeep.testing.operations import (
     Enter,
     Mark,
     Move,
-    OperationLog,
-    RecordingStore,
     Remove,
     State,
     SyncDirectory,
     SyncFile,
     Write,
-    crash_points,
     materialize,
 )
-
-ABSENT = 0
-"""The generation of a place that holds no checkpoint."""
-
-
-FROZEN = 1000
-"""Generations from this one on have something in common."""
-
-
-def state(generation):
-    """Every leaf tells its generation, but for what is frozen; NaN payloads and all."""
-    bits = np.arange(48, dtype=np.uint32) + 0x7FC00000 + 1000 * generation
-    out = {
-        "model": {"w": bits.view(np.float32), "b": np.full((3, 5), generation, np.int64)},
-        "big": np.full(3000, generation, np.uint16),
-        "step": generation,
-        "name": f"generation {generation}" * (generation % FROZEN),
-    }
-    if generation >= FROZEN:
-        out["frozen"] = np.arange(20000, dtype=np.uint16)
-    return out
-
-
-def blank(like):
-    model = {"w": np.zeros(48, np.float32), "b": np.zeros((3, 5), np.int64)}
-    out = {"model": model, "big": np.zeros(3000, np.uint16), "step": None, "name": None}
-    return {**out, **{key: np.zeros_like(like[key]) for key in like if key not in out}}
-
-
-def exact(tree):
-    """A nested state as something `==` compares bit for bit."""
-    if isinstance(tree, dict):
-        return {key: exact(value) for key, value in tree.items()}
-    if isinstance(tree, np.ndarray):
-        return tree.dtype.str, tree.shape, tree.tobytes()
-    return type(tree), tree
+from shardkeep.testing.recording import OperationLog, RecordingStore
 
 
 class UnsyncedStore(LocalStore):
@@ -101,41 +60,6 @@ def save(place, generation, *, open_store=UnsyncedStore, overwrite=True, **optio
     return shardkeep.save(
         state(generation), place, storage_writer=given, overwrite=overwrite, **options
     )
-
-
-def generation_at(place, *, thorough=True):
-    """Which generation loads, whole and verified."""
-    try:
-        with shardkeep.open(place) as checkpoint:
-            found = checkpoint.state_dict()
-    except CheckpointNotFoundError:
-        return ABSENT
-    assert exact(found) == exact(state(found["step"])), "a mix of generations"
-    if not thorough:
-        return found["step"]
-    loaded = shardkeep.load(blank(found), place).state_dict
-    assert exact(loaded) == exact(found)
-    report = shardkeep.verify(place)
-    assert report.ok, report.problems
-    return found["step"]
-
-
-def assert_clean(place):
-    """Nothing is there but the checkpoint, if that is there."""
-    store = LocalStore(place)
-    try:
-        record = read_record(store)
-    except CheckpointNotFoundError:
-        named, names = set(), set()
-    else:
-        named = {Path(row.name).name for row in (record.index, *record.files)}
-        names = {RECORD}
-    assert set(store.list("data")) == named
-    assert set(store.list()) - {"data"} == names
-
-
-class Violation(AssertionError):
-    """What was found after a crash is not what was promised."""
 
 
 class Saves:
@@ -756,76 +680,3 @@ def test_recorded_operations_give_the_real_directory(tmp_path):
     saves.save(1, overwrite=False)
     saves.save(2)
     assert saves.log.state() == State.of(tmp_path)
-
-
-# --- real processes, really killed
-
-SAVER = textwrap.dedent(
-    """
-    import sys
-    import time
-    import numpy as np
-    import shardkeep
-
-    def save(place, generation):
-        tensors = {f"t{n}": np.full(20_000, generation, np.int32) for n in range(5)}
-        shardkeep.save({**tensors, "generation": generation}, place, overwrite=True)
-
-    place, generation = sys.argv[1], int(sys.argv[2])
-    save(place + "-warm", 0)
-    begun = time.perf_counter()
-    save(place + "-warm", 0)
-    print(time.perf_counter() - begun, flush=True)
-    while True:
-        generation += 1
-        save(place, generation)
-        print(generation, flush=True)
-    """
-)
-
-
-def run_until_killed(place, generation, delay):
-    """Start a saver and kill it after so many times a save; returns the last generation it said
-    was committed."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SAVER, str(place), str(generation)],
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        time.sleep(delay * float(child.stdout.readline()))
-        child.kill()
-        told = child.stdout.read()
-    said = [int(line) for line in told.splitlines(keepends=True) if line.endswith("\n")]
-    return said[-1] if said else generation
-
-
-def kill_savers(place, times, seed):
-    chance = random.Random(seed)
-    known, cut, killed = 0, 0, 0
-    # Beside other work a save takes any time: one that was quick before may be slow now.
-    while killed < times or known <= times / 2:
-        killed += 1
-        told = run_until_killed(place, known, chance.uniform(0, 4))
-        try:
-            with shardkeep.open(place) as checkpoint:
-                found = checkpoint.state_dict()
-        except CheckpointNotFoundError:
-            assert told == 0
-            continue
-        generation = found.pop("generation")
-        assert generation in (told, told + 1)
-        assert all((tensor == generation).all() for tensor in found.values())
-        cut += bool(shardkeep.gc(place, stale_s=0).removed)
-        assert_clean(place)
-        shardkeep.verify(place).raise_if_damaged()
-        known = generation
-    return cut
-
-
-def test_killed_savers(tmp_path):
-    kill_savers(tmp_path / "ckpt", 25, seed=0)
-
-
-@pytest.mark.slow
-def test_killed_savers_many_times(tmp_path):
-    assert kill_savers(tmp_path / "ckpt", 200, seed=1) > 20

@@ -20,7 +20,8 @@ from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.metadata import TensorProperties
 from shardkeep.stores.local import LocalStore, WriteFile
-from shardkeep.testing.recording import Enter, OperationLog, SyncDirectory, SyncFile, Write
+from shardkeep.testing.operations import Enter, SyncDirectory, SyncFile, Write
+from shardkeep.testing.recording import OperationLog
 
 
 def state():

@@ -28,7 +28,9 @@ from shardkeep.manager.publishing import copy_step
 from shardkeep.manager.tiers import FastTier, Tier, Tiers
 from shardkeep.manager.upkeep import Upkeep
 from shardkeep.stores.local import LocalStore
-from shardkeep.testing.recording import Move, OperationLog, State, crash_points, materialize
+from shardkeep.testing.disk import crash_points
+from shardkeep.testing.operations import Move, State, materialize
+from shardkeep.testing.recording import OperationLog
 
 
 class UnsyncedStore(LocalStore):

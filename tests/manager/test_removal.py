@@ -19,7 +19,9 @@ from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import FOLDER, Pins
 from shardkeep.manager.removal import finish_removals, remove_steps
 from shardkeep.stores.local import LocalStore
-from shardkeep.testing.recording import OperationLog, crash_points, materialize
+from shardkeep.testing.disk import crash_points
+from shardkeep.testing.operations import materialize
+from shardkeep.testing.recording import OperationLog
 
 
 class UnsyncedStore(LocalStore):
