@@ -13,7 +13,7 @@ from shardkeep.formats.native.reader import NativeReader
 from shardkeep.formats.native.verifying import VerifyReport, verify_checkpoint
 from shardkeep.progress import Progress, tracked
 from shardkeep.storage import CheckpointId, find_reader
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.local import LocalStore, storage_errors
 
 __all__ = ["gc", "open", "verify"]
 
@@ -74,4 +74,6 @@ def verify(
 
 def gc(checkpoint_id: CheckpointId, *, stale_s: float = STALE_S, dry_run: bool = False) -> GcResult:
     """Remove what killed saves left in a checkpoint's directory; safe beside running saves."""
-    return collect_garbage(LocalStore(checkpoint_id), stale_s=stale_s, dry_run=dry_run)
+    store = LocalStore(checkpoint_id)
+    with storage_errors(f"cleaning up in {store.root}"):
+        return collect_garbage(store, stale_s=stale_s, dry_run=dry_run)

@@ -21,7 +21,7 @@ from shardkeep.stores.local import LocalStore
 def test_short(name):
     first, second, there = MEETINGS[name]
     with scratch_folder() as folder:
-        assert meet(first, second, folder, there=there, every=5) > 5
+        assert meet(first, second, folder, there=there, every=7) > 5
 
 
 @pytest.mark.slow

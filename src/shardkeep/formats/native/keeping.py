@@ -287,6 +287,7 @@ class Keeping:
                 store.link_from(base, row.name, name)
             except OSError as error:
                 log.info("%s is not kept: %s", base.root / row.name, error)
+                unlink_all(store, [name])  # ours alone; it may be there though a server says no
                 continue
             try:
                 if store.identify(name) != synced.get(row.name):

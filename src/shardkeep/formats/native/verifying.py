@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import secrets
 import threading
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, algorithm
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
-from shardkeep.errors import CheckpointError, CorruptionError
+from shardkeep.errors import CheckpointError, CorruptionError, StorageError
 from shardkeep.formats.native.header import MAX_HEADER, read_header
 from shardkeep.formats.native.names import (
     CONTENT,
@@ -35,6 +37,11 @@ from shardkeep.tables import ChunkTable
 from shardkeep.wording import names_text
 
 __all__ = ["Problem", "VerifyReport", "verify_checkpoint"]
+
+log = logging.getLogger("shardkeep")
+
+TRIES = 3
+"""How often a checkpoint may be replaced while it is verified."""
 
 _Entries = dict[str, tuple[str, tuple[int, ...], int, int]]
 """Dtype, shape, first byte and end of each entry of a header."""
@@ -92,15 +99,24 @@ def verify_checkpoint(
     progress: Callable[[int], None] | None = None,
     planned: Callable[[int], None] = lambda nbytes: None,
 ) -> VerifyReport:
-    """Check everything; damage is in the report, a checkpoint that is not there is an error."""
-    reader = NativeReader(checkpoint_id, expect_digest=expect_digest)
-    report = VerifyReport(reader.checkpoint_id)
-    check = _Check(reader, report, memory_budget, progress)
-    try:
-        check.run(planned)
-    finally:
-        reader.close()
-    return report
+    """Check everything; damage is in the report, a checkpoint that is not there is an error.
+
+    One that is replaced meanwhile is not damaged: what is there then is checked.
+    """
+    for _ in range(TRIES):
+        reader = NativeReader(checkpoint_id, expect_digest=expect_digest)
+        report = VerifyReport(reader.checkpoint_id)
+        check = _Check(reader, report, memory_budget, progress)
+        try:
+            check.run(planned)
+            if report.ok or not hasattr(reader, "record") or reader.is_current():
+                return report
+        finally:
+            reader.close()
+        log.warning("verifying again: %s was replaced meanwhile", reader.checkpoint_id)
+    raise StorageError(
+        f"{os.fspath(checkpoint_id)} is replaced faster than it can be verified", transient=True
+    )
 
 
 class _Check:
