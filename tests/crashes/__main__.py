@@ -7,6 +7,7 @@ real processes killed, `soak` anything in any order. Without a name all of them 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import tempfile
 import time
@@ -55,7 +56,7 @@ def fail(given):
                 scenarios()[name], folder, count=given.count, seed=given.seed,
                 on_problem=lambda problem: (problems.append(problem), print(problem, flush=True)),
             )  # fmt: skip
-        counts = {"calls": report.calls, "faults": report.faults, "errors": report.errors}
+        counts = {"calls": report.calls, "faults": report.faults, "told": report.errors}
         total.update(counts)
         line(name, **counts, s_at_most=round(report.slowest, 2))
     line("faults", **total, violations=len(problems))
@@ -108,6 +109,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=300, help="of the soak")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
+    logging.getLogger("shardkeep").setLevel(logging.CRITICAL)  # it tells of what is done to it
     chosen = COMMANDS if given.command == "all" else [given.command]
     sys.exit(sum(COMMANDS[name](given) for name in chosen) > 0)
 

@@ -114,11 +114,14 @@ class Created(Native):
         return max(there, default=ABSENT)
 
     def clean(self):
-        for name in os.listdir(self.path) if self.path.is_dir() else ():
+        if not self.path.is_dir():
+            return
+        last = self.look()
+        for name in os.listdir(self.path):
             collect_garbage(LocalStore(self.path / name), stale_s=0)
             assert_clean(self.path / name)
-        for name in sorted(os.listdir(self.path), key=int)[:-2] if self.path.is_dir() else ():
-            shutil.rmtree(self.path / name)
+            if int(name) != last:
+                shutil.rmtree(self.path / name)
 
 
 class Steps(Place):

@@ -129,6 +129,9 @@ class Collection(Saves):
     def run(self, base, mark):
         assert shardkeep.gc(base / self.place, stale_s=0).removed
 
+    def assert_clean(self, base, found, error):
+        """Who cannot clean leaves what there was."""
+
 
 # --- a folder of steps
 

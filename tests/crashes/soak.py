@@ -212,9 +212,7 @@ class Soak:
         self.steps = tuple(sorted(there))
         if self.chance.random() < 0.3 and there:
             with self.run_of.manager(self.base) as manager:
-                manager.should_save(0)
-                manager.wait_copied()
-                manager.wait_retention()
+                manager.clean()
             assert_folder_clean(self.base / "run", steps_in(self.base / "run"))
 
 
