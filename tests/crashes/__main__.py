@@ -22,7 +22,7 @@ import machine  # noqa: E402
 import meetings  # noqa: E402
 import soak  # noqa: E402
 from neighbours import meet  # noqa: E402
-from scenarios import scenarios  # noqa: E402
+from scenarios import readings, scenarios  # noqa: E402
 
 
 def line(name, **counts):
@@ -49,11 +49,11 @@ def replay(given):
 
 def fail(given):
     """The disk that fails."""
-    total, problems = Counter(), []
-    for name in given.only or scenarios():
+    total, problems, known = Counter(), [], scenarios() | readings()
+    for name in given.only or known:
         with machine.scratch_folder() as folder:
             report = faults.sweep(
-                scenarios()[name], folder, count=given.count, seed=given.seed,
+                known[name], folder, count=given.count, seed=given.seed,
                 on_problem=lambda problem: (problems.append(problem), print(problem, flush=True)),
             )  # fmt: skip
         counts = {"calls": report.calls, "faults": report.faults, "told": report.errors}

@@ -14,6 +14,7 @@ import shutil
 import threading
 import time
 import traceback
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,7 @@ AFTER = {
 """What a network file system says when it did what it was asked, and then was asked again."""
 CHANGES = frozenset(CODES) - {"open", "stat", "lstat", "listdir", "scandir", "read", "pread",
                               "preadv", "close"}  # fmt: skip
+KINDS = ("before", "ever", "after", "short", "interrupted")
 REMOVALS = ("unlink", "remove", "rmdir")
 LOOKS = ("listdir", "scandir", "stat", "lstat", "open", "read", "pread", "preadv", "close")
 
@@ -77,7 +79,7 @@ class Fault:
     name: str
     """Which it was, when nothing went wrong; another thread may come first."""
     kind: str
-    """`before`, `after`, `short`, or `ever`: from then on, until the disk is well again."""
+    """One of `KINDS`; `ever` is from then on, until the disk is well again."""
     code: int = 0
 
     def __str__(self):
@@ -121,6 +123,10 @@ class Faulty:
     def answer(self, call, name, fault):
         if fault.kind == "short":
             return self.short(call)
+        if fault.kind == "interrupted":
+            if call.name not in ("pwrite", "preadv"):
+                return call.make()
+            raise InterruptedError(E.EINTR, "a signal came")
         if fault.kind == "after":
             done = call.make()
             if name not in AFTER:
@@ -163,11 +169,12 @@ def held():
 def assert_held(before):
     """Nothing is held that was not before; threads have a moment to end."""
     for _ in range(40):
-        if held() == before:
+        more = [Counter(now) - Counter(then) for now, then in zip(held(), before, strict=True)]
+        if not any(more):
             return
         gc.collect()
         time.sleep(0.05)
-    assert held() == before
+    raise AssertionError(f"left behind: {more}")
 
 
 @dataclass
@@ -189,7 +196,7 @@ def listed(scenario, template, base):
     return handler.calls
 
 
-def faults_of(calls, kinds=("before", "ever", "after", "short"), chance=None, count=None):
+def faults_of(calls, kinds=KINDS, chance=None, count=None):
     """What can go wrong with these calls, or so many of it."""
     found = []
     for at, (name, _) in enumerate(calls):
@@ -201,6 +208,8 @@ def faults_of(calls, kinds=("before", "ever", "after", "short"), chance=None, co
             found.append(Fault(at, name, "after"))
         if "short" in kinds and name in ("pwrite", "write", "preadv"):
             found.append(Fault(at, name, "short"))
+        if "interrupted" in kinds and name in ("pwrite", "preadv"):
+            found.append(Fault(at, name, "interrupted"))
     if count is not None and len(found) > count:
         found = (chance or random.Random(0)).sample(found, count)
     return found
@@ -243,7 +252,7 @@ def _check(scenario, base, fault, handler, marks, error, spent, before):
     assert spent < LONG_S, f"told of after {spent:.1f} s"
     if error is not None:
         assert isinstance(error, CheckpointError), f"{type(error).__name__} is not one of ours"
-        assert fault.kind != "short", "fewer bytes at once are no error"
+        assert fault.kind not in ("short", "interrupted"), "that is no error"
         told = getattr(error, "errno", None)
         wanted = AFTER.get(handler.hit[0]) if fault.kind == "after" else fault.code
         assert told in (None, wanted), f"errno {told}, expected {wanted}"
@@ -263,7 +272,7 @@ def _check(scenario, base, fault, handler, marks, error, spent, before):
     scenario.recover(base, found, 3)
 
 
-def sweep(scenario, folder, *, kinds=("before", "ever", "after", "short"), count=None, seed=0,
+def sweep(scenario, folder, *, kinds=KINDS, count=None, seed=0,
           on_problem=None):  # fmt: skip
     """Every fault at every call, or a choice of them."""
     folder = Path(folder)

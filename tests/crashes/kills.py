@@ -23,6 +23,7 @@ from scenarios import OPTIONS, assert_folder_clean, source, steps_in
 
 import shardkeep
 from shardkeep import CheckpointManager, FastTier
+from shardkeep.foreign.detecting import detect
 from shardkeep.formats.native.commit import collect_garbage
 from shardkeep.stores.local import LocalStore
 
@@ -279,6 +280,7 @@ def kill(base, times, seed=0):
     """Kill so many lives; raises if anything is not as promised."""
     for generation in (1, 2, 3):
         source(generation)
+    detect(Path(base))  # imports every format, so that no fork has to
     chance, outcome, begun = random.Random(seed), Outcome(), time.perf_counter()
     everywhere = places(base)
     generation = FROZEN + 1

@@ -43,5 +43,11 @@ MEETINGS = {
     "open of what is replaced": (Deed("open"), Deed("overwrite", 2), 1),
     "open of what is removed": (Deed("open"), Deed("remove"), 1),
     "verify of what is replaced": (Deed("verify"), Deed("overwrite", 2), 1),
+    "two that export": (Deed("export", 2), Deed("export", 3), 1),
+    "two that export first": (Deed("export", 2), Deed("export", 3), ABSENT),
+    "read of what is exported over": (Deed("read"), Deed("export", 2), 1),
+    "two that convert": (Deed("convert to native", 2), Deed("convert to native", 3), 1),
+    "two that convert first": (Deed("convert to hf", 2), Deed("convert to hf", 3), ABSENT),
+    "two that convert the same": (Deed("convert to hf", 2), Deed("convert to hf", 2), 1),
     "a save into what is removed": (Deed("overwrite", 2), Deed("remove"), 1),
 }

@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faults import listed
-from generations import ABSENT, assert_clean, blank, exact, generation_at, state
+from generations import (
+    ABSENT,
+    assert_clean,
+    blank,
+    exact,
+    generation_at,
+    state,
+    weights,
+    weights_at,
+)
 from machine import Scenario
-from scenarios import save
+from scenarios import OPTIONS, save, source
 
 import shardkeep
 from shardkeep.errors import CheckpointError, CheckpointNotFoundError
@@ -55,7 +64,23 @@ class Deed:
                 assert report.ok, report.problems
             case "remove":
                 shutil.rmtree(place)
+            case "export":
+                writer = shardkeep.HuggingFaceWriter(max_shard_size=8000)
+                shardkeep.save(
+                    weights(self.generation), base / "out", storage_writer=writer,
+                    overwrite=True, **OPTIONS,
+                )  # fmt: skip
+            case "convert to native" | "convert to hf":
+                shardkeep.convert(
+                    source(self.generation), base / "out", to=self.what.split()[-1],
+                    overwrite=True, memory_budget=16 << 20,
+                )  # fmt: skip
+            case "read":
+                return weights_at(base / "out")
         return self.generation
+
+    def again(self, generation):
+        return Deed(self.what, generation)
 
     def _load(self, place):
         found = shardkeep.load(blank(state(self.generation)), place).state_dict
@@ -64,7 +89,12 @@ class Deed:
 
     @property
     def saves(self):
-        return self.what in ("create", "overwrite", "incremental", "async")
+        return self.what in ("create", "overwrite", "incremental", "async") or self.is_outward
+
+    @property
+    def is_outward(self):
+        """Whether it is done at a place for other formats."""
+        return self.what in ("export", "convert to native", "convert to hf")
 
 
 class Both(Scenario):
@@ -111,7 +141,10 @@ def meet(first, second, folder, *, there, every=1):
     template.mkdir()
     logging.getLogger("shardkeep").setLevel(logging.CRITICAL)  # they tell of each other
     if there:
-        save(template / "ckpt", there)
+        if first.is_outward or second.is_outward:
+            (first if first.is_outward else second).again(there).do(template)
+        else:
+            save(template / "ckpt", there)
     count = len(listed(Both(first), template, base))
     for at in range(0, count, every):
         shutil.copytree(template, base)
@@ -136,13 +169,14 @@ def judge(first, outcome, second, other, base, there):
     saved = {deed.generation for deed, (_, error) in done if deed.saves and error is None}
     begun = {deed.generation for deed, _ in done if deed.saves}
     place = base / "ckpt"
-    found = generation_at(place)
+    outward = first.is_outward or second.is_outward
+    found = weights_at(base / "out") if outward else generation_at(place)
     if second.what == "remove":
         assert found in {ABSENT, *saved}
         return
     assert found in (saved or {there}), f"found {found}, of {saved or there}"
     for deed, (said, error) in done:
-        if deed.what in ("load", "open") and error is None:
+        if deed.what in ("load", "open", "read") and error is None:
             assert said in {there, *begun}
         if deed.what in ("load", "verify"):
             assert error is None, error

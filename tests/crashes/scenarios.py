@@ -110,6 +110,29 @@ class Saves(Scenario):
             assert_clean(place)
 
 
+class Ranks(Saves):
+    """The same by two ranks, each with its rows."""
+
+    def run(self, base, mark):
+        place = base / self.place
+
+        def work(coordinator):
+            rank = coordinator.rank
+            held = state(self.generations[0])
+            rows = held["big"][1500 * rank : 1500 * (rank + 1)]
+            held["big"] = shardkeep.ShardedArray.from_local(rows, (1500 * rank,), (3000,))
+            shardkeep.save(
+                held, place, overwrite=True, process_group=coordinator, memory_budget=8 << 20
+            )
+
+        mark(f"begin {self.generations[0]}")
+        one, other = shardkeep.ThreadRanks(2).outcomes(work)
+        assert type(one) is type(other), f"one rank saw {one!r}, the other {other!r}"
+        if one is not None:
+            raise one
+        mark(f"return {self.generations[0]}")
+
+
 class Collection(Saves):
     """gc of what several killed saves have left beside a checkpoint."""
 
@@ -366,6 +389,48 @@ class Conversion(Scenario):
         assert os.listdir(base) == [self.place(base).name]
 
 
+# --- reading
+
+
+class Reading(Scenario):
+    """What only reads: a disk may fail under it, and it says so."""
+
+    def __init__(self, name, read):
+        self.name, self.read = name, read
+
+    def prepare(self, base):
+        save(base / "ckpt", FROZEN)
+
+    def run(self, base, mark):
+        self.read(base / "ckpt")
+
+    def look(self, base):
+        return generation_at(base / "ckpt")
+
+    def judge(self, found, marks):
+        assert found == FROZEN
+
+
+def read_all(place):
+    with shardkeep.open(place) as checkpoint:
+        assert exact(checkpoint.state_dict()) == exact(state(FROZEN))
+
+
+def load_all(place):
+    found = shardkeep.load(blank(state(FROZEN)), place, **OPTIONS).state_dict
+    assert exact(found) == exact(state(FROZEN))
+
+
+def readings():
+    """Those that change nothing, by name."""
+    found = [
+        Reading("open", read_all),
+        Reading("load", load_all),
+        Reading("verify", lambda place: shardkeep.verify(place).raise_if_damaged()),
+    ]
+    return {scenario.name: scenario for scenario in found}
+
+
 def scenarios():
     """All of them, by name."""
     shards = {"max_shard_size": 8000}
@@ -377,6 +442,7 @@ def scenarios():
         Saves("incremental", [FROZEN + 1, FROZEN + 2], first=FROZEN, base="same"),
         Saves("incremental of another", [FROZEN + 1], base="other"),
         Saves("async incremental", [FROZEN + 1], how="async", base="other"),
+        Ranks("overwrite by two ranks", [2], first=1),
         Collection(),
         Run(),
         Run("retention, async", how="async", last=4),

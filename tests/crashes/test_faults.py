@@ -10,26 +10,26 @@ import pytest
 from faults import assert_held, held, sweep
 from generations import assert_clean, generation_at
 from machine import scratch_folder
-from scenarios import OPTIONS, save, scenarios
+from scenarios import OPTIONS, readings, save, scenarios
 
 import shardkeep
 from shardkeep import CheckpointManager, StorageError
 
-NAMES = list(scenarios())
+SCENARIOS = scenarios() | readings()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_short(name):
     with scratch_folder() as folder:
-        report = sweep(scenarios()[name], folder, count=6, seed=sum(map(ord, name)))
+        report = sweep(SCENARIOS[name], folder, count=6, seed=sum(map(ord, name)))
     assert report.faults == 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_long(name):
     with scratch_folder() as folder:
-        assert sweep(scenarios()[name], folder).faults > 50
+        assert sweep(SCENARIOS[name], folder).faults > 50
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from shardkeep.foreign.found import Found
+from shardkeep.stores.local import storage_errors
 
 __all__ = ["FORMATS", "Format", "detect", "seen"]
 
@@ -47,8 +48,9 @@ class Format(Protocol):
 
 def detect(path: Path) -> Format | None:
     """The format of what lies there, if it is one of another system."""
-    if not path.exists() or (path / NATIVE_RECORD).exists():
-        return None
+    with storage_errors(f"looking at {path}"):
+        if not path.exists() or (path / NATIVE_RECORD).exists():
+            return None
     for name in FORMATS:
         known = cast("Format", importlib.import_module(f"shardkeep.formats.{name}"))
         if known.recognises(path):

@@ -111,12 +111,21 @@ def verify_checkpoint(
             check.run(planned)
             if report.ok or not hasattr(reader, "record") or reader.is_current():
                 return report
+        except StorageError as error:
+            if not error.transient or not hasattr(reader, "record") or reader.is_current():
+                raise
         finally:
             reader.close()
         log.warning("verifying again: %s was replaced meanwhile", reader.checkpoint_id)
     raise StorageError(
         f"{os.fspath(checkpoint_id)} is replaced faster than it can be verified", transient=True
     )
+
+
+def _raise_transient(error: CheckpointError) -> None:
+    """What may pass says nothing of the bytes."""
+    if isinstance(error, StorageError) and error.transient:
+        raise error
 
 
 class _Check:
@@ -142,6 +151,7 @@ class _Check:
             reader.read_metadata()
             reader.index.structure.look()
         except CheckpointError as error:
+            _raise_transient(error)
             if not hasattr(reader, "record"):
                 if not isinstance(error, CorruptionError):
                     raise  # nothing of ours is there to be verified
@@ -178,6 +188,7 @@ class _Check:
                 finally:
                     file.close()
         except CheckpointError as error:
+            _raise_transient(error)
             self._problem(Problem(row.name, str(error), names=self._all_names(number)))
 
     def _check_blocks(self, file: VerifiedFile, number: int) -> bool:
