@@ -16,6 +16,7 @@ ABSENT = 0
 """The generation of a place that holds no checkpoint."""
 FROZEN = 1000
 """Generations from this one on have something in common."""
+OPTIONS = {"memory_budget": 8 << 20, "no_dist": True}
 
 
 def state(generation):
@@ -95,3 +96,22 @@ def assert_clean(place):
         names = {RECORD}
     assert set(store.list("data")) == named
     assert set(store.list()) - {"data"} == names
+
+
+def save(place, generation, **options):
+    writer = shardkeep.NativeWriter(place, block=4096, overwrite=options.get("overwrite", False))
+    return shardkeep.save(state(generation), place, storage_writer=writer, **OPTIONS, **options)
+
+
+def allowed(marks, first=ABSENT):
+    """Generations that may be there: begun, and not older than one the program was told of."""
+    begun, returned = {first: -1}, {first: -1}
+    for at, label in enumerate(marks):
+        what, number = label.split()
+        (begun if what == "begin" else returned).setdefault(int(number), at)
+    never = len(marks)
+    return {
+        one
+        for one in begun
+        if not any(begun[other] > returned.get(one, never) for other in returned)
+    }

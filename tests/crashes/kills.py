@@ -18,8 +18,18 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from generations import ABSENT, FROZEN, assert_clean, generation_at, state, weights, weights_at
-from scenarios import OPTIONS, assert_folder_clean, source, steps_in
+from folders import assert_folder_clean, steps_in
+from generations import (
+    ABSENT,
+    FROZEN,
+    OPTIONS,
+    assert_clean,
+    generation_at,
+    state,
+    weights,
+    weights_at,
+)
+from outward import source
 
 import shardkeep
 from shardkeep import CheckpointManager, FastTier
@@ -29,6 +39,7 @@ from shardkeep.stores.local import LocalStore
 
 LIFE_S = 0.08
 """Most time from the first sign of life to the kill."""
+LONGEST_S = 2.0
 
 
 class Place:
@@ -264,7 +275,12 @@ def heard(reading):
 
 def kill_once(place, generation, chance):
     """One life; what it said before it was killed."""
-    child, reading = forked(lambda say: place.live(generation, say, chance))
+
+    def live(say):
+        signal.setitimer(signal.ITIMER_REAL, LONGEST_S)  # as deadly, if this process is held up
+        place.live(generation, say, chance)
+
+    child, reading = forked(live)
     first = os.read(reading, 1)  # it has begun
     time.sleep(chance.uniform(0, LIFE_S))
     os.kill(child, signal.SIGKILL)

@@ -11,16 +11,18 @@ from pathlib import Path
 from faults import listed
 from generations import (
     ABSENT,
+    OPTIONS,
     assert_clean,
     blank,
     exact,
     generation_at,
+    save,
     state,
     weights,
     weights_at,
 )
 from machine import Scenario
-from scenarios import OPTIONS, save, source
+from outward import source
 
 import shardkeep
 from shardkeep.errors import CheckpointError, CheckpointNotFoundError

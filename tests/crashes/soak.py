@@ -10,8 +10,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from generations import ABSENT, FROZEN, assert_clean, blank, exact, generation_at, state
-from scenarios import Run, allowed, assert_folder_clean, steps_in
+from folders import Run, assert_folder_clean, steps_in
+from generations import (
+    ABSENT,
+    FROZEN,
+    allowed,
+    assert_clean,
+    blank,
+    exact,
+    generation_at,
+    state,
+)
 
 import shardkeep
 from shardkeep.formats.native.commit import collect_garbage

@@ -8,9 +8,9 @@ import subprocess
 import numpy as np
 import pytest
 from faults import assert_held, held, sweep
-from generations import assert_clean, generation_at
+from generations import OPTIONS, assert_clean, generation_at, save
 from machine import scratch_folder
-from scenarios import OPTIONS, readings, save, scenarios
+from scenarios import readings, scenarios
 
 import shardkeep
 from shardkeep import CheckpointManager, StorageError

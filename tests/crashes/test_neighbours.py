@@ -4,11 +4,10 @@ import os
 import time
 
 import pytest
-from generations import assert_clean, generation_at
+from generations import assert_clean, generation_at, save
 from machine import scratch_folder
 from meetings import MEETINGS
 from neighbours import meet
-from scenarios import save
 
 import shardkeep
 from shardkeep import CheckpointNotFoundError, StorageError

@@ -155,8 +155,8 @@ class Copier:
         failure = self.failure()
         if failure is not None:
             raise failure
-        if not in_time:
-            left = ", ".join(str(step.step) for step in self._waiting())
+        left = "" if in_time else ", ".join(str(step.step) for step in self._waiting())
+        if left:
             text = (
                 f"steps {left} were not copied from {self._fast.root} to {self._durable.root} "
                 f"within {self._options.close_s:g} s. They are whole there; the next manager with "

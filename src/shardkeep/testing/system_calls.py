@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def intercepted(handler: Handler) -> Iterator[None]:
         return call
 
     with contextlib.ExitStack() as undo:
-        for name in (*CHANGING, *LOOKING):
+        for name in filter(partial(hasattr, os), (*CHANGING, *LOOKING)):
             _replace(undo, os, name, wrapped(name, getattr(os, name)))
         for name, modules in OURS.items():
             for module in map(importlib.import_module, modules):
