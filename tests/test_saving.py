@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +76,26 @@ def test_a_file_in_the_way(tmp_path):
         shardkeep.save({"a": 1}, path)
     with pytest.raises(shardkeep.CheckpointNotFoundError, match="is a file"):
         shardkeep.open(path)
+
+
+def test_a_directory_that_goes_while_it_is_looked_at_is_no_file(tmp_path, monkeypatch):
+    # What a killed save left is removed by another program, just now.
+    path = tmp_path / "step"
+    path.mkdir()
+    real = Path.stat
+
+    def look(self, **how):
+        found = real(self, **how)
+        if self == path and path in gone:
+            gone.remove(path)
+            path.rmdir()
+        return found
+
+    gone = [path]
+    monkeypatch.setattr(Path, "stat", look)
+    shardkeep.save({"a": np.arange(3)}, path)
+    assert not gone
+    shardkeep.verify(path)
 
 
 def test_a_failed_save_leaves_nothing_behind(tmp_path):

@@ -8,9 +8,11 @@ import errno
 import logging
 import os
 import socket
+import stat
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -225,7 +227,7 @@ class NativeWriter(StorageWriter):
 
     def _refuse_occupied(self) -> None:
         root = self._store.root
-        if root.exists() and not root.is_dir():
+        if _is_no_directory(root):
             raise StorageError(f"{root} is a file; a checkpoint needs a directory of its own")
         refuse_linked_data(self._store)
         other = foreign_format(self._store)
@@ -685,3 +687,11 @@ def _version() -> str:
     from shardkeep import __version__
 
     return __version__
+
+
+def _is_no_directory(path: Path) -> bool:
+    """Whether something else is there; asked once: what a dead save left may go meanwhile."""
+    try:
+        return not stat.S_ISDIR(path.stat().st_mode)
+    except FileNotFoundError:
+        return False
