@@ -6,6 +6,8 @@
 - *read*: the same file back, direct, into one buffer per thread; none of it is in the page cache.
 - *tmpfs write*, *tmpfs read*: the same to a file in memory, without direct I/O; it is not
   preallocated, since for such a file that is half of the work.
+- *both*: one file read and another written at the same time, each as above, until both are done:
+  what a program that copies can at best reach. Some devices do one after the other.
 - *memcpy*: from one stretch of memory to another, neither in any cache, by as many threads.
 
 Threads and unit are those of the fastest of a short sweep, for each direction by itself. Nothing is
@@ -133,6 +135,22 @@ def _read(fd: int, data: Any, at: int) -> None:
         done += got
 
 
+def both_rate(source: Path, target: Path, read: Way, write: Way) -> float:
+    """Bytes per second of each, of a file that is there and another of its size."""
+    rates: dict[str, float] = {}
+    work = {
+        "read": lambda: read_rate(source, read),
+        "write": lambda: write_rate(target, source.stat().st_size, write),
+    }
+
+    def measure(name: str) -> None:
+        rates[name] = work[name]()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(measure, work))
+    return min(rates.values())
+
+
 def memcpy_rate(nbytes: int, threads: int) -> float:
     """Bytes copied per second, each byte counted once."""
     length = min(nbytes, 1 << 29)
@@ -166,6 +184,17 @@ class Raw:
             return {"write": write, "read": read_rate(path, self.read)}
         finally:
             path.unlink(missing_ok=True)
+
+    def copying(self, directory: Path, nbytes: int) -> float:
+        """Both directions at the same time."""
+        source, target = directory / "raw", directory / "raw copy"
+        try:
+            write_rate(source, nbytes, self.write)
+            evict(source)
+            return both_rate(source, target, self.read, self.write)
+        finally:
+            source.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
 
     def memory(self, directory: Path, nbytes: int) -> dict[str, float]:
         path = directory / "raw"

@@ -199,6 +199,9 @@ def dtype_name(dtype: object) -> str:
 
 def lookup(dtype: object) -> DType:
     """The table row of a dtype, or `UnsupportedValueError` naming it."""
+    known = TABLE.get(dtype) if type(dtype) is str else None
+    if known is not None:
+        return known
     return TABLE[dtype_name(dtype)]
 
 

@@ -19,6 +19,7 @@ from shardkeep.dtypes import lookup
 from shardkeep.engine import reading as engine
 from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool
 from shardkeep.engine.digests import DigestLayout, algorithm
+from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.verified import VerifiedFile
@@ -31,6 +32,8 @@ from shardkeep.stores.local import LocalStore
 BLOCK = 4096
 KINDS = [lookup(name) for name in ("uint8", "float16", "float32", "float64", "complex128")]
 XXH = algorithm("xxh3-128")
+ORDERS = ("C", "F", "big", "pages")
+"""How the elements of sinks lie; the last begin on a page, so that direct reads go there."""
 REFUSALS = (-errno.EINVAL, -errno.EOPNOTSUPP)
 """What only direct I/O answers: the same bytes are then read through the page cache."""
 
@@ -77,7 +80,7 @@ def cases(draw):
             size.append(s)
             dest.append(before)
             room.append(before + s + after)
-        regions.append((number, low, size, dest, room, draw(st.sampled_from(["C", "F", "big"]))))
+        regions.append((number, low, size, dest, room, draw(st.sampled_from(ORDERS))))
     return seed, chunks, regions, at
 
 
@@ -102,6 +105,10 @@ def columns(chunks, regions):
 
 
 def sink_of(region, kind):
+    if region[5] == "pages":
+        nbytes = int(np.prod(region[4], dtype=np.int64)) * kind.itemsize
+        memory = page_aligned(max(nbytes, 1))[:nbytes]
+        return HostSink(memory.view(kind.bits()).reshape(region[4]), kind)
     order = "F" if region[5] == "F" else "C"
     bits = kind.bits().newbyteorder(">" if region[5] == "big" else "=")
     return HostSink(np.zeros(region[4], bits, order=order), kind)
@@ -268,16 +275,16 @@ def test_damage_in_what_is_read_is_an_error(place, case, blocks, cold, data):
         )
 
 
-def simple(path, nbytes=40 * BLOCK):
+def simple(path, nbytes=40 * BLOCK, order="C"):
     payload = np.random.default_rng(0).bytes(nbytes)
     layout, root = write(path, payload)
     chunks = [(0, (nbytes,), 0)]
-    region = (0, [0], [nbytes], [0], [nbytes], "C")
+    region = (0, [0], [nbytes], [0], [nbytes], order)
     return payload, layout, root, columns(chunks, [region]), sink_of(region, KINDS[0])
 
 
-def run(path, disk, blocks=8):
-    payload, layout, root, regions, sink = simple(path)
+def run(path, disk, blocks=8, order="C"):
+    payload, layout, root, regions, sink = simple(path, order=order)
     stats = {}
     with disk.installed(), opened(path, layout, root) as files:
         read_regions(
@@ -340,6 +347,14 @@ def test_a_run_of_host_memory_is_read_without_a_buffer(place):
     stats = run(place / "file", Disk([], cold=False))
     assert stats["bytes_straight"] == 40 * BLOCK
     assert stats["bytes_direct"] == 0
+
+
+def test_memory_that_begins_on_a_page_is_read_to_around_the_page_cache(place):
+    stats = run(place / "file", Disk([], cold=True), order="pages")
+    if place.is_relative_to("/var/tmp"):
+        assert stats["bytes_straight"] == stats["bytes_direct"] == 40 * BLOCK
+    refused = Disk([], cold=True, direct=[None, -errno.EINVAL])
+    run(place / "file", refused, order="pages")
 
 
 def test_rows_far_apart_are_not_read_together(place):

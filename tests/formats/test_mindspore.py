@@ -23,9 +23,9 @@ from shardkeep.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from shardkeep.foreign.crc import combined
 from shardkeep.foreign.found import StoredTensor
 from shardkeep.formats import mindspore
-from shardkeep.formats.mindspore.checksums import combined
 from shardkeep.formats.mindspore.wire import bytes_head, varint
 
 FOLDER = DATA / "mindspore"

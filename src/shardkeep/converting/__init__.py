@@ -3,6 +3,7 @@
 
 driver      the order of steps
 contents    what is converted: the source after surgery, still without its elements
+straight    what of it is stored as it is wanted, and so is copied as bytes
 target      the formats there are to convert to
 native      into our own format, by the writer of ordinary saves
 windows     a file that is to be, read ahead window by window

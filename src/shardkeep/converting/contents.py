@@ -3,24 +3,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from shardkeep import values
-from shardkeep.arrays import HostSink
+from shardkeep.arrays import Bytes, HostSink
 from shardkeep.checkpoint import Checkpoint
+from shardkeep.converting.straight import stored_runs
 from shardkeep.dtypes import lookup
 from shardkeep.engine.budget import Spares
+from shardkeep.engine.byte_runs import ByteRuns
+from shardkeep.engine.regions import Flags
 from shardkeep.foreign.filling import Wish
-from shardkeep.foreign.layout import Outline, OutTensor
+from shardkeep.foreign.layout import Elements, Outline, OutTensor
 from shardkeep.structure import Structure
 from shardkeep.surgery.operation import Operated, Surgery
 from shardkeep.surgery.reading import operated_on
 from shardkeep.surgery.view import View, Wanted
+from shardkeep.tables import NO_ALIAS
 
-__all__ = ["Contents", "Row", "contents_of"]
+__all__ = ["READERS", "Contents", "Row", "contents_of"]
+
+READERS = 2
+"""Reads of the source at the same time, each with the source's budget: while one waits for its last
+bytes, another has begun."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +73,14 @@ class Contents:
         reader: Any = checkpoint._reader
         reader.spares = Spares()
         self.view = View(operated.tensors, checkpoint._state, reader.read_tensors)
+        self._turns = threading.Semaphore(READERS)
 
     @cached_property
     def ties(self) -> dict[str, str]:
         """Tensors that have the very elements of an earlier one, and that one."""
         stored = self.checkpoint._state.tensors
+        row_of, alias_of = stored.row_of, stored.alias_of.tolist()
+        holder = [row if alias == NO_ALIAS else alias for row, alias in enumerate(alias_of)]
         first: dict[object, str] = {}
         out: dict[str, str] = {}
         for name in self.tensors:
@@ -77,8 +89,7 @@ class Contents:
                 tensor.dtype,
                 tensor.shape,
                 tuple(
-                    (stored.stored_row(stored.row_of[p.source]), p.begin, p.dims, p.offsets)
-                    for p in tensor.pieces
+                    (holder[row_of[p.source]], p.begin, p.dims, p.offsets) for p in tensor.pieces
                 ),
             )
             if tensor.pieces and first.setdefault(key, name) != name:
@@ -93,13 +104,14 @@ class Contents:
     def rows(self) -> list[Row]:
         """What becomes what, in the order of the result."""
         stored = self.checkpoint._state.tensors
+        row_of, kind, kinds = stored.row_of, stored.kind.tolist(), stored.kinds
         out = []
         for name in self.structure.names:
             if name not in self.composed:
                 out.append(Row(name, (self.stored_values[name],), "value"))
                 continue
             tensor, tie = self.composed[name], self.ties.get(name, "")
-            types = {stored.dtype(stored.row_of[old]).name for old in tensor.sources}
+            types = {kinds[kind[row_of[old]]].dtype for old in tensor.sources}
             out.append(
                 Row(
                     name,
@@ -141,14 +153,24 @@ class Contents:
         state = self.structure.build(leaf)
         return Outline(state, tensors, plain, dict(self.checkpoint.user_metadata))
 
+    def runs(self, segments: Sequence[Elements]) -> tuple[ByteRuns, Flags]:
+        """Where the bytes of segments are stored, for those that are stored as they are wanted."""
+        return stored_runs(segments, self.composed, self.checkpoint._state)
+
+    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
+        """Bring those, checked where the source has digests."""
+        reader: Any = self.checkpoint._reader
+        with self._turns:
+            reader.read_runs(runs, name, out)
+
     def read(self, wishes: Sequence[Wish]) -> None:
         """Bring elements, cast where the stored ones are of another type."""
-        self.view.read(
-            [
-                Wanted(w.tensor.name, w.offsets, w.sizes, HostSink(w.place, lookup(w.tensor.dtype)))
-                for w in wishes
-            ]
-        )
+        wanted = [
+            Wanted(w.tensor.name, w.offsets, w.sizes, HostSink(w.place, lookup(w.tensor.dtype)))
+            for w in wishes
+        ]
+        with self._turns:
+            self.view.read(wanted)
 
 
 def contents_of(checkpoint: Checkpoint, surgery: Surgery) -> Contents:

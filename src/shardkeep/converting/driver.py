@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardkeep.converting.contents import Contents, Row, contents_of
+from shardkeep.converting.contents import READERS, Contents, Row, contents_of
 from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
 from shardkeep.converting.native import write_native
@@ -34,7 +34,7 @@ __all__ = ["ConvertResult", "convert"]
 MINIMUM_BUDGET = 16 << 20
 """Reading and writing at once need more than either."""
 READING = 8
-"""Part of the budget that the reader's own buffers get; the rest is for windows and writing."""
+"""Part of the budget that the buffers of one read get; the rest is for windows and writing."""
 
 
 @dataclass(frozen=True)
@@ -113,21 +113,19 @@ def convert(
             counter.expect(sum(sizes.values()) or contents.nbytes)
             with Workplace(destination, identity, overwrite=overwrite) as place:
                 _check_room(place, sum(sizes.values()) or contents.nbytes)
-                digest = ""
+                digest, writing = "", budget - READERS * budget // READING
                 if target is None:
                     clear_unknown(place)
                     digest = write_native(
                         contents,
                         place.made,
                         DataJournal(place, counter),
-                        budget=budget - budget // READING,
+                        budget=writing,
                         limits=Limits() if size is None else Limits(size, least=size),
                         progress=counter,
                     )
                 else:
-                    write_laid_out(
-                        contents, files, place, budget=budget - budget // READING, progress=counter
-                    )
+                    write_laid_out(contents, files, place, budget=writing, progress=counter)
                 resumed = place.is_resumed
                 sizes = sizes or _sizes(place.made)
                 place.publish()

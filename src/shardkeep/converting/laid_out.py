@@ -43,6 +43,7 @@ def write_laid_out(
         place.made,
         files,
         contents.read,
+        contents,
         budget=budget,
         notes=_Notes(place),
         progress=progress,

@@ -41,7 +41,7 @@ __all__ = ["write_native"]
 
 UNIT = 2 << 20
 """Windows are whole multiples of what is written at once."""
-LARGEST = 64 << 20
+LARGEST = 16 << 20
 SMALL = 256 << 10
 """Tensors up to this size are read whole, wherever a file is cut."""
 
@@ -163,7 +163,7 @@ class _Converted(PlannedPlanner):
         segments = [
             self._segment(row, at) for row, at in zip(rows.tolist(), start.tolist(), strict=True)
         ]
-        filling = Filling(segments, self._contents.read)
+        filling = Filling(segments, self._contents.read, self._contents)
         windows = Windows(int(start[0]), int(start[-1] + nbytes[-1]), self._window, filling.fill)
         self._open.add(windows)
         return Image(windows.find)

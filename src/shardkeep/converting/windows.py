@@ -2,7 +2,7 @@
 """A stretch of a file that is to be, read ahead window by window.
 
 Whoever writes the file asks for its bytes from several threads, more or less in order. While one
-window is being written the next is being read.
+window is being written the next ones are being read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from shardkeep.engine.pages import page_aligned
 
 __all__ = ["ALIVE", "Windows"]
 
-ALIVE = 4
-"""Windows that are in memory at a time: one that is still being written, the one that is asked for,
-the one that is read, and for a moment one more."""
+AHEAD = 2
+"""Windows that are read, or waiting to be, behind the one that is asked for: who reads is never
+waiting for who writes."""
+ALIVE = AHEAD + 3
+"""Windows that are in memory at a time: also one that is still being written, the one that is asked
+for, and for a moment one more."""
 
 
 class Windows:
@@ -39,7 +42,7 @@ class Windows:
         self._dropped: dict[int, Bytes] = {}
         self._free: list[Bytes] = []
         self._last = -1
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="shardkeep-ahead")
+        self._reader = ThreadPoolExecutor(AHEAD, thread_name_prefix="shardkeep-ahead")
         weakref.finalize(self, self._reader.shutdown, wait=False, cancel_futures=True)
 
     def close(self) -> None:
@@ -84,7 +87,7 @@ class Windows:
                 self._last = number
                 for old in [at for at in self._windows if at < number - 1]:
                     self._drop(old)
-                for at in (number, number + 1):
+                for at in range(number, number + 1 + AHEAD):
                     if at not in self._windows and at * self._size < self._end:
                         self._windows[at] = self._reader.submit(self._read, at)
             return self._windows.get(number)

@@ -25,6 +25,7 @@ from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.units import Runs, Units, members_of, runs_of
 from shardkeep.engine.verified import DamagedBlock
 from shardkeep.errors import CorruptionError
+from shardkeep.memory import address_of
 from shardkeep.stores.page_cache import is_cached
 
 __all__ = ["READ_STATS", "Reading", "wanted_runs"]
@@ -38,6 +39,9 @@ COLD_UNIT = 4 << 20
 """Most bytes of a read around the page cache: few enough to be in a cache when they are copied."""
 WARM_UNIT = 16 << 20
 """Most bytes of a unit that is read piece by piece, or that a device takes."""
+
+PAGE = 4096
+"""Where memory must begin that is read to around the page cache."""
 
 FETCHERS = 3
 """Reads that wait for the disk at the same time, at least."""
@@ -229,7 +233,7 @@ class Reading:
                 unit = _Unit(self, number, file.payload, buffer)
                 cold = file.file.is_cold(unit.low, unit.high - unit.low)
                 if cold or self.staging:
-                    unit.fetch(file, cold)
+                    unit.fetch(file, cold, self.units.members(number))
         except BaseException:
             self.pool.give(buffer)
             raise
@@ -262,8 +266,10 @@ class _Unit:
         self.high = min(int(runs.stop[number]) * block, payload)
         self.buffer = buffer
         self.data = buffer[: self.high - self.low]
-        self.fetched = False
-        """Whether all of it is in the buffer."""
+        self.parts: list[tuple[int, Bytes]] = []
+        """What was read already, from which byte on, and where it is now."""
+        self.placed: set[int] = set()
+        """Which of these are where they go."""
         self.stats = dict.fromkeys(READ_STATS, 0.0)
         self.stats["bytes_read"] = self.high - self.low
         self.clock = perf_counter()
@@ -274,27 +280,56 @@ class _Unit:
         self.stats[key] += now - self.clock
         self.clock = now
 
-    def fetch(self, file: BlockFile, cold: bool) -> None:
+    def fetch(self, file: BlockFile, cold: bool, rows: Ints) -> None:
         """Read all of it, around the page cache where it is not there."""
         if cold:
-            self.stats["bytes_direct"] = file.read_cold(self.buffer, self.low, self.high - self.low)
+            self.parts = list(self.pages(rows))
+            for begin, memory in self.parts:
+                direct = file.read_cold(memory, begin, min(len(memory), self.high - begin))
+                self.stats["bytes_direct"] += direct
+                self.stats["read_requests"] += 1
         else:
+            self.parts = [(self.low, self.data)]
             file.read_at(self.data, self.low)
-        self.stats["read_requests"] += 1
+            self.stats["read_requests"] += 1
         self.lap("read_thread_s")
-        self.fetched = True
+
+    def pages(self, rows: Ints) -> Iterator[tuple[int, Bytes]]:
+        """Where it is read to, from which byte on: where it goes, if that begins on a page, and
+        else the buffer."""
+        at = self.low
+        for begin, end, memory in self.straight(rows):
+            if address_of(memory) % PAGE == 0:
+                if at < begin:
+                    yield at, self.buffer[at - self.low : begin - self.low]
+                yield begin, memory
+                self.placed.add(begin)
+                self.stats["bytes_straight"] += end - begin
+                at = end
+        if at < self.high:
+            yield at, self.buffer[at - self.low :]
 
     def run(self, file: BlockFile, rows: Ints) -> None:
         """Check it, and copy it to where it goes."""
         self.clock = perf_counter()
-        if not self.fetched:
+        if not self.parts:
             self.read(file, rows)
             return
         if file.check:
-            file.check_blocks(self.low // self.reading.block, self.data)
+            for begin, memory in self.parts:
+                file.check_blocks(begin // self.reading.block, memory[: self.high - begin])
             self.lap("digest_thread_s")
-        self.reading.delivery.put_many(rows, self.data, self.low)
+        for begin, memory in self.parts:
+            if begin not in self.placed:
+                self.put(rows, memory[: self.high - begin], begin)
         self.lap("copy_thread_s")
+
+    def put(self, rows: Ints, data: Bytes, begin: int) -> None:
+        """Copy on what regions want of the bytes from `begin` on."""
+        if len(data) < self.high - self.low:
+            spans = self.reading.spans
+            rows = rows[(spans.low[rows] < begin + len(data)) & (spans.high[rows] > begin)]
+        self.reading.delivery.put_many(rows, data, begin)
 
     def read(self, file: BlockFile, rows: Ints) -> None:
         """Bring it from the page cache, check it, and copy on what could not go to its place."""
@@ -327,11 +362,10 @@ class _Unit:
         """Bring the blocks [begin, end) of small regions, and copy them on while they are hot."""
         if begin == end:
             return
-        spans, data = self.reading.spans, self.buffer[: end - begin]
+        data = self.buffer[: end - begin]
         self.pieces(file, begin, data, LARGE_PIECE)
         self.clock = perf_counter()
-        touching = (spans.low[rows] < end) & (spans.high[rows] > begin)
-        self.reading.delivery.put_many(rows[touching], data, begin)
+        self.put(rows, data, begin)
         self.lap("copy_thread_s")
 
     def pieces(self, file: BlockFile, begin: int, memory: Bytes, size: int) -> None:

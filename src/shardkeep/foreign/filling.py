@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,13 @@ import numpy.typing as npt
 from shardkeep.arrays import Bytes
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import lookup
+from shardkeep.engine.byte_runs import ByteRuns
+from shardkeep.engine.regions import Flags
 from shardkeep.foreign.layout import Elements, Ints, Late, Literal, OutTensor, Segment
 
-__all__ = ["Filling", "Wish"]
+__all__ = ["Filling", "Straight", "Wish"]
+
+_END = 2**63 - 1
 
 
 class Wish(NamedTuple):
@@ -30,14 +34,45 @@ class Wish(NamedTuple):
     """As bits of the tensor's type; not always aligned."""
 
 
+class Straight(Protocol):
+    """Brings bytes that are stored as they are wanted, without a look at tensors."""
+
+    def runs(self, segments: Sequence[Elements]) -> tuple[ByteRuns, Flags]:
+        """Where the bytes of segments are stored, and of which that is known for all bytes.
+
+        The owner of a run is the number of its segment.
+        """
+
+    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
+        """Bring them; `name` tells errors what an owner is."""
+
+
 class Filling:
     """Any stretch of a file, wherever it is cut. Any thread may."""
 
-    def __init__(self, segments: Sequence[Segment], read: Callable[[Sequence[Wish]], None]) -> None:
-        """`read` brings all that is wished for."""
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        read: Callable[[Sequence[Wish]], None],
+        straight: Straight | None = None,
+    ) -> None:
+        """`read` brings all that is wished for, `straight` what need not be."""
         self._segments = segments
         self._read = read
+        self._straight = straight
         self._starts = np.array([segment.start for segment in segments], np.int64)
+        ends = self._starts + np.array([segment.nbytes for segment in segments], np.int64)
+        apart = np.ones(len(segments), np.bool_)
+        if straight is not None:
+            rows = np.flatnonzero([isinstance(segment, Elements) for segment in segments])
+            self._elements: list[Elements] = [segments[row] for row in rows.tolist()]  # type: ignore[misc]
+            self._runs, plain = straight.runs(self._elements)
+            apart[rows[plain]] = False
+        self._apart = np.flatnonzero(apart)
+        """Those that are looked at one by one."""
+        begins, stops = np.append(0, ends), np.append(self._starts, _END)
+        self._holes = np.stack([begins, stops], 1)[begins < stops]
+        """What no segment covers."""
 
     def rows(self, low: int, high: int) -> range:
         """The segments that have a byte in [low, high)."""
@@ -52,13 +87,13 @@ class Filling:
         """Bring the bytes [low, high); what is only known later, and what is nothing, is zero."""
         wishes: list[Wish] = []
         edges: list[tuple[Bytes, Bytes]] = []
-        at = low
-        for row in self.rows(low, high):
+        self._clear(low, high, out)
+        rows = self.rows(low, high)
+        apart = slice(*np.searchsorted(self._apart, (rows.start, rows.stop)).tolist())
+        for row in self._apart[apart].tolist():
             segment = self._segments[row]
             begin, end = max(low, segment.start), min(high, segment.start + segment.nbytes)
-            out[at - low : begin - low] = 0
             place = out[begin - low : end - low]
-            at = end
             if isinstance(segment, Literal):
                 skip = begin - segment.start
                 place[:] = np.frombuffer(segment.data, np.uint8)[skip : skip + len(place)]
@@ -66,11 +101,25 @@ class Filling:
                 place[:] = 0
             else:
                 self._wish(segment, begin - segment.start, place, wishes, edges)
-        out[at - low : high - low] = 0
+        if self._straight is not None:
+            runs = self._runs.part(low, high)
+            if len(runs):
+                self._straight.read_runs(runs, self._name, out)
         if wishes:
             self._read(wishes)
         for place, whole in edges:
             place[:] = whole
+
+    def _clear(self, low: int, high: int, out: Bytes) -> None:
+        first, last = (
+            np.searchsorted(self._holes[:, 1], low, "right"),
+            np.searchsorted(self._holes[:, 0], high, "left"),
+        )
+        for begin, end in self._holes[first:last].tolist():
+            out[max(begin, low) - low : min(end, high) - low] = 0
+
+    def _name(self, number: int) -> str:
+        return self._elements[number].tensor.name
 
     def _wish(
         self,

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from shardkeep import values
-from shardkeep.arrays import FlatSink, HostPlaces, HostSink, PartSink, Sink, Staging
+from shardkeep.arrays import Bytes, FlatSink, HostPlaces, HostSink, PartSink, Sink, Staging
 from shardkeep.boxes import strides as row_major
 from shardkeep.columns import Boxes, Ints
 from shardkeep.coordination import Coordinator
-from shardkeep.dtypes import lookup
 from shardkeep.engine.blocks import BlockFile, OpenFiles
 from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
+from shardkeep.engine.byte_runs import BYTE, ByteRuns
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, regions_of
@@ -46,7 +46,6 @@ BLOCK = 128 << 10
 """Bytes in which files are read."""
 PIECE = 4 << 20
 """Most bytes of what is read piece by piece, at a time and thread."""
-BYTE = lookup("uint8")
 
 
 class ForeignReader(ColumnReader):
@@ -179,6 +178,26 @@ class ForeignReader(ColumnReader):
         """Read every region of the plan into its sink; returns the bytes delivered."""
         return self._finish(items, *self._reading(items, sink))
 
+    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
+        """Fill memory of the caller's with bytes as they lie in files; any thread may.
+
+        `name` tells errors what an owner of a run is.
+        """
+        regions, sink = runs.regions(len(out)), FlatSink(out, out.shape, BYTE)
+        self._check_places(regions)
+        owner = runs.owner
+        reading = self._reading_of(
+            regions, lambda _: sink, runs.places(out), lambda row: name(int(owner[row]))
+        )
+        with storage_errors(f"reading {self.root}"):
+            reading.run()
+            self._marks.check_all(np.unique(runs.file).tolist())
+        self._count(reading)
+
+    def _count(self, reading: Reading) -> None:
+        for key, value in reading.stats.items():
+            self.stats[key] += value
+
     def _finish(self, items: ReadItems, reading: Reading, odd: list[Piece]) -> int:
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = io_threads(self.ranks_on_host)
@@ -187,8 +206,7 @@ class ForeignReader(ColumnReader):
             # A piece, what it is made of, and what a cast or a device makes of it.
             read_pieces(odd, min(PIECE, budget // (4 * threads)), threads, self.progress)
             self._marks.check_all(self._files_of(items))
-        for key, value in reading.stats.items():
-            self.stats[key] += value
+        self._count(reading)
         return items.nbytes
 
     def _files_of(self, items: ReadItems) -> list[int]:
@@ -212,21 +230,35 @@ class ForeignReader(ColumnReader):
         for number, kind in set(zip(regions.sink.tolist(), regions.kind.tolist(), strict=True)):
             made[number] = _byte_sink(sinks(number), regions.dtype[kind])
         odd |= np.array([made[number] is None for number in regions.sink.tolist()], np.bool_)
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
         direct = _as_bytes(_taken(regions, np.flatnonzero(~odd)))
         self._check_places(direct)
-        reading = Reading(
-            self._files.use,
+        reading = self._reading_of(
             direct,
             lambda number: made[number],  # type: ignore[arg-type,return-value]
+            _byte_places(places, regions),
+            items.wanted_names.__getitem__,
+        )
+        return reading, [self._piece(regions, row, sinks) for row in np.flatnonzero(odd).tolist()]
+
+    def _reading_of(
+        self,
+        regions: Regions,
+        sinks: Callable[[int], Sink],
+        places: HostPlaces | None,
+        names: Callable[[int], str],
+    ) -> Reading:
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        return Reading(
+            self._files.use,
+            regions,
+            sinks,
             block=BLOCK,
             pool=lambda buffers, most: BufferPool(budget, buffers, BLOCK, most, spares=self.spares),
             threads=io_threads(self.ranks_on_host),
-            places=_byte_places(places, regions),
+            places=places,
             progress=self.progress,
-            names=items.wanted_names.__getitem__,
+            names=names,
         )
-        return reading, [self._piece(regions, row, sinks) for row in np.flatnonzero(odd).tolist()]
 
     def _check_places(self, regions: Regions) -> None:
         """Every part within its file: a header that lies must not read past it."""

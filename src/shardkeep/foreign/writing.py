@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writing laid-out files: windows of bytes, read, summed and written by a few threads each.
+"""Writing laid-out files: windows of bytes, read and summed by a few threads, written by others.
 
 A file is cut into windows. Each is brought into a buffer (`Filling`), its checksums are taken where
-the format wants them, and it is written at its place. What is written and durable is noted, so that
-whoever was killed can go on.
+the format wants them, and it is written at its place. Windows come in any order, so sums are put
+together later. What is written and durable is noted, so that whoever was killed can go on.
 """
 
 from __future__ import annotations
@@ -15,22 +15,25 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shardkeep.arrays import Bytes
 from shardkeep.engine.budget import BufferPool, io_threads
-from shardkeep.engine.parallel import Crew
+from shardkeep.engine.parallel import Crew, run_in_order
 from shardkeep.errors import UnsafeCheckpointError
-from shardkeep.foreign.filling import Filling, Wish
+from shardkeep.foreign.crc import combined
+from shardkeep.foreign.filling import Filling, Straight, Wish
 from shardkeep.foreign.layout import Elements, Late, OutFile
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
 __all__ = ["FileNote", "Notes", "write_layout"]
 
-WINDOW = 32 << 20
+WINDOW = 16 << 20
 """Most bytes read and written together."""
-WINDOWS = 3
-"""One is read while others are summed and written."""
+WINDOWS = 6
+"""Some are read while others are written."""
+READERS = 2
+"""Windows that are read at the same time: while one waits for its last bytes, another begins."""
 PAGE = 4096
 DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache."""
@@ -66,6 +69,7 @@ def write_layout(
     root: Path,
     files: Sequence[OutFile],
     read: Callable[[Sequence[Wish]], None],
+    straight: Straight | None = None,
     *,
     budget: int,
     notes: Notes,
@@ -73,7 +77,7 @@ def write_layout(
 ) -> None:
     """Write all files below `root`, or as `root` where a file has no name; all are durable then.
 
-    `read` brings elements, and is called from one thread at a time.
+    `read` brings elements, and `straight` what is stored as it is wanted.
     """
     pool = BufferPool(budget, WINDOWS, PAGE, WINDOW)
     try:
@@ -81,7 +85,7 @@ def write_layout(
             name = _checked_name(file.name)
             path = root / name if name else root
             with storage_errors(f"writing {path}"):
-                _write(path, file, read, pool, notes, progress)
+                _write(path, file, Filling(file.segments, read, straight), pool, notes, progress)
     finally:
         pool.close()
 
@@ -96,7 +100,7 @@ def _checked_name(name: str) -> str:
 def _write(
     path: Path,
     file: OutFile,
-    read: Callable[[Sequence[Wish]], None],
+    filling: Filling,
     pool: BufferPool,
     notes: Notes,
     progress: Callable[[int], None],
@@ -112,7 +116,7 @@ def _write(
         os.ftruncate(out.fd, file.size)
         if file.size >= DIRECT_FROM:
             out.begin_direct()
-        writing = _Writing(out, file, Filling(file.segments, read), pool, notes, progress, found)
+        writing = _Writing(out, file, filling, pool, notes, progress, found)
         writing.run()
     except BaseException:
         out.close()
@@ -152,6 +156,12 @@ class _Window:
         return self.buffer[: self.high - self.low]
 
 
+class _Sum(NamedTuple):
+    segment: int
+    crc: int
+    nbytes: int
+
+
 class _Writing:
     """One file being written."""
 
@@ -169,11 +179,11 @@ class _Writing:
         self._pool, self._notes, self._progress = pool, notes, progress
         self._begin = found.upto
         self._sums = dict(found.sums)
-        self._sums_of: dict[int, dict[int, int]] = {}
-        """What the sums of the segments in each window are at its end."""
+        """Of checked segments by their numbers, as far as windows are written without a gap."""
+        self._sums_of: dict[int, list[_Sum]] = {}
+        """Those of each window that is not in there yet."""
         checked = [n for n, s in enumerate(file.segments) if isinstance(s, Elements) and s.checked]
         self._numbers = {id(file.segments[number]): number for number in checked}
-        self._checked = bool(checked)
         self._lock = threading.Lock()
         self._noting = threading.Lock()
         self._written: set[int] = set()
@@ -183,20 +193,23 @@ class _Writing:
         """All windows; then what follows from them; then all of it is durable."""
         self._progress(self._begin)
         unit, end = self._pool.unit, self._file.size
-        with (
-            Crew(self._write, self._drop, min(2, io_threads() + 1), "write") as writers,
-            Crew(self._summed(writers), self._drop, int(self._checked), "sum") as summing,
-        ):
-            for number, low in enumerate(range(self._begin, end, unit)):
+        with Crew(self._write, self._drop, min(2, io_threads() + 1), "write") as writers:
+
+            def bring(task: tuple[int, int]) -> None:
+                number, low = task
                 buffer = self._pool.take()
                 assert buffer is not None
                 window = _Window(number, low, min(low + unit, end), buffer)
                 try:
                     self._filling.fill(window.low, window.high, window.data)
+                    self._sum(window)
                 except BaseException:
                     self._pool.give(buffer)
                     raise
-                summing.hand(window)
+                writers.hand(window)
+
+            run_in_order(enumerate(range(self._begin, end, unit)), bring, READERS)
+        self._put_together(self._noted, self._next)
         for segment in self._file.segments:
             if isinstance(segment, Late):
                 data = segment.make(self._sum_of)
@@ -208,24 +221,27 @@ class _Writing:
     def _sum_of(self, segment: Elements) -> int:
         return self._sums.get(self._numbers[id(segment)], 0)
 
-    def _summed(self, writers: Crew[_Window]) -> Callable[[_Window], None]:
-        """Takes the sums of windows, which come in order, and hands them on."""
+    def _sum(self, window: _Window) -> None:
+        """Sum what lies in a window of each checked segment, while it is in a cache."""
+        sums = []
+        for row in self._filling.rows(window.low, window.high) if self._numbers else ():
+            segment = self._file.segments[row]
+            if isinstance(segment, Elements) and segment.checked:
+                low = max(segment.start, window.low) - window.low
+                high = min(segment.start + segment.nbytes, window.high) - window.low
+                sums.append(_Sum(row, zlib.crc32(window.data[low:high].data), high - low))
+        with self._lock:
+            self._sums_of[window.number] = sums
 
-        def add(window: _Window) -> None:
-            sums: dict[int, int] = {}
-            for row in self._filling.rows(window.low, window.high) if self._checked else ():
-                segment = self._file.segments[row]
-                if isinstance(segment, Elements) and segment.checked:
-                    low = max(segment.start, window.low) - window.low
-                    high = min(segment.start + segment.nbytes, window.high) - window.low
-                    part = window.data[low:high]
-                    sums[row] = zlib.crc32(part.data, self._sums.get(row, 0))
-            self._sums.update(sums)
-            with self._lock:
-                self._sums_of[window.number] = sums
-            writers.hand(window)
-
-        return add
+    def _put_together(self, first: int, last: int) -> dict[int, int]:
+        """Add the sums of windows [first, last), which come next; gives what they came to."""
+        changed: dict[int, int] = {}
+        for window in range(first, last):
+            for row, crc, nbytes in self._sums_of.pop(window):
+                before = self._sums.get(row)
+                changed[row] = crc if before is None else combined(before, crc, nbytes)
+                self._sums[row] = changed[row]
+        return changed
 
     def _write(self, window: _Window) -> None:
         try:
@@ -259,9 +275,7 @@ class _Writing:
             with self._lock:
                 first, last = self._noted, self._next
                 self._noted = last
-                sums: dict[int, int] = {}
-                for window in range(first, last):
-                    sums |= self._sums_of.pop(window)
+                sums = self._put_together(first, last)
             self._out.sync()
             upto = min(self._begin + last * self._pool.unit, self._file.size)
             self._notes.note(self._file.name, FileNote(upto, sums))

@@ -10,9 +10,10 @@ from pathlib import Path
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError
 from shardkeep.foreign.below import file_below, read_exactly, regular_size
+from shardkeep.foreign.crc import followed_by_zeros
 from shardkeep.foreign.found import Raw, StoredTensor, whole
 from shardkeep.foreign.safetensors_header import Entry, is_safetensors, read_entries
-from shardkeep.formats.mindspore.checksums import crc_of, followed_by_zeros
+from shardkeep.formats.mindspore.checksums import crc_of
 
 __all__ = [
     "MAP",

@@ -13,6 +13,7 @@ from typing import Any
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import UnsupportedValueError
+from shardkeep.foreign.crc import combined
 from shardkeep.foreign.layout import (
     Elements,
     Late,
@@ -23,7 +24,6 @@ from shardkeep.foreign.layout import (
     Segment,
 )
 from shardkeep.foreign.safetensors_header import lay_out_entries
-from shardkeep.formats.mindspore.checksums import combined
 from shardkeep.formats.mindspore.ckpt import CRC_MARK, CRC_NBYTES, DTYPES, MAX_NAME
 from shardkeep.formats.mindspore.wire import VARINT, bytes_head, varint
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import HostPlaces, Sink, Staging
+from shardkeep.arrays import Bytes, FlatSink, HostPlaces, Sink, Staging
 from shardkeep.columns import Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
+from shardkeep.engine.byte_runs import BYTE, ByteRuns
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading, wanted_runs
@@ -325,12 +326,29 @@ class NativeReader(ColumnReader):
         )
         return self._finish(items, reading)
 
+    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
+        """Fill memory of the caller's with bytes as they are stored; any thread may.
+
+        `name` tells errors what an owner of a run is.
+        """
+        regions, sink = runs.regions(len(out)), FlatSink(out, out.shape, BYTE)
+        self._check_places(regions)
+        owner = runs.owner
+        self._run(
+            self._reading_of(
+                regions, lambda _: sink, runs.places(out), names=lambda row: name(int(owner[row]))
+            )
+        )
+
     def _finish(self, items: ReadItems, reading: Reading) -> int:
+        self._run(reading)
+        return items.nbytes
+
+    def _run(self, reading: Reading) -> None:
         with storage_errors(f"reading {self._store.root}"):
             reading.run()
         for key, value in reading.stats.items():
             self.stats[key] += value
-        return items.nbytes
 
     def wants(self, items: ReadItems, budget: int, window: Address | None) -> bytes:
         """Which blocks will be read for these, as `plan_shares` is told."""
@@ -344,11 +362,22 @@ class NativeReader(ColumnReader):
         places: HostPlaces | None = None,
         staging: Staging | None = None,
     ) -> Reading:
+        names = items.wanted_names.__getitem__
+        return self._reading_of(self._regions(items), sink, places, staging, names)
+
+    def _reading_of(
+        self,
+        regions: Regions,
+        sink: Callable[[int], Sink],
+        places: HostPlaces | None,
+        staging: Staging | None = None,
+        names: Callable[[int], str] = str,
+    ) -> Reading:
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         block = self.record.block
         return Reading(
             self.data_file,
-            self._regions(items),
+            regions,
             sink,
             block=block,
             pool=lambda buffers, most: BufferPool(
@@ -358,7 +387,7 @@ class NativeReader(ColumnReader):
             places=places,
             staging=staging,
             progress=self.progress,
-            names=items.wanted_names.__getitem__,
+            names=names,
         )
 
     def _regions(self, items: ReadItems) -> Regions:
