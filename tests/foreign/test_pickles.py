@@ -21,6 +21,7 @@ from shardkeep.errors import CheckpointError, CorruptionError, FormatError, Unsa
 from shardkeep.foreign import pickles
 from shardkeep.foreign.numpy_stand_ins import NumpyArray
 from shardkeep.foreign.stand_ins import Record, records
+from shardkeep.foreign.torch_stand_ins import TORCH, TorchSize
 from shardkeep.values import same
 
 HERE = Path(__file__).parent
@@ -189,3 +190,44 @@ def test_what_differs_from_pickle():
     assert pickles.load(pickle.dumps(fractions.Fraction(1, 3)), where="x") == fractions.Fraction(
         1, 3
     )
+
+
+# --- what is done in one step is what its opcodes do one by one
+
+SIZE = b"\x8c\x05torch\x8c\x04Size\x93\x94"
+"""The name of a class whose calls with numbers are made once for all that are alike."""
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        (b")\x85\x94R\x94", ()),
+        (b"K\x05\x85\x94\x85\x94R\x94", (5,)),
+        (b"J\xff\xff\xff\xffM\x00\x01\x86\x94\x85\x94R\x94", (-1, 256)),
+        (b"K\x01K\x02J\x00\x00\x00\x01\x87\x94\x85\x94R\x94", (1, 2, 1 << 24)),
+    ],
+)
+def test_calls_with_numbers_are_what_each_would_be(code, wanted):
+    data = b"\x80\x04(" + SIZE + b"0" + (b"h\x00" + code) * 3 + b"t."
+    sizes = pickles.load(data, where="a test", classes=TORCH)
+    assert [tuple(size) for size in sizes] == [wanted] * 3
+    assert all(type(size) is TorchSize for size in sizes)
+    # The memo counts on as if nothing had been left out: the last entry is the last size.
+    entries = 1 + 3 * (3 if wanted else 2)
+    again = pickles.load(data[:-2] + b"h" + bytes([entries - 1]) + b"t.", where="", classes=TORCH)
+    assert type(again[-1]) is TorchSize
+    with pytest.raises(CheckpointError):
+        pickles.load(data[:-2] + b"h" + bytes([entries]) + b"t.", where="a test", classes=TORCH)
+
+
+def test_numbers_of_which_a_tuple_takes_some_are_not_all_taken():
+    data = b"\x80\x04(" + SIZE + b"0h\x00K\x01K\x02\x85\x94\x85\x94R\x94t."
+    with pytest.raises(UnsafeCheckpointError, match="calls a int"):
+        pickles.load(data, where="a test", classes=TORCH)
+
+
+def test_many_calls_that_are_alike_count_one_by_one():
+    data = b"\x80\x04(" + SIZE + b"0" + b"h\x00)\x85\x94R\x94" * 1000 + b"t."
+    few = pickles.Limits(containers=-len(data) // 8 + 500)
+    with pytest.raises(UnsafeCheckpointError, match="far more objects"):
+        pickles.load(data, where="a test", classes=TORCH, limits=few)

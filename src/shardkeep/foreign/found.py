@@ -7,12 +7,12 @@ elements, in parallel and only those somebody wants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from shardkeep.dtypes import lookup
@@ -73,7 +73,7 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return int(np.prod(self.shape, dtype=object)) * lookup(self.dtype).itemsize
+        return math.prod(self.shape) * lookup(self.dtype).itemsize
 
 
 def whole(

@@ -53,13 +53,15 @@ class Constant:
 class Global:
     """A class or function that a pickle names; stand-ins may get one as an argument."""
 
-    __slots__ = ("make", "name")
+    __slots__ = ("make", "name", "numbers")
 
-    def __init__(self, name: str, make: Callable[..., object]) -> None:
+    def __init__(self, name: str, make: Callable[..., object], *, numbers: bool = False) -> None:
         self.name = name
         """`module.name` as the pickle has it."""
         self.make = make
         """What is called in its place."""
+        self.numbers = numbers
+        """Whether it makes of a tuple of numbers what may be shared by all who ask for the same."""
 
 
 class StandIn:
@@ -109,6 +111,8 @@ def check_graph(root: object, where: str, limits: Limits) -> None:
     while path:
         visit = path[-1]
         for item in visit.todo:
+            if type(item) in skip:
+                continue
             found = known.get(id(item))
             if found is not None:
                 visit.count(*found, where)

@@ -8,6 +8,7 @@ functions of the table it is given. `pickles` says what follows from that.
 from __future__ import annotations
 
 import codecs
+import re
 import struct
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -61,6 +62,7 @@ class _Machine:
     """One pickle being interpreted."""
 
     __slots__ = (
+        "alike",
         "classes",
         "containers",
         "data",
@@ -92,6 +94,7 @@ class _Machine:
         self.marks: list[list[Any]] = []
         self.memo: list[Any] = []
         self.known: dict[tuple[str, str], object] = {}
+        self.alike: dict[bytes, tuple[Global, tuple[Any, ...], object]] = {}
         # What a byte of a pickle may make. Real ones take some 13 bytes for a container.
         self.containers = limits.containers + (len(data) - start) // 8
         self.room = limits.copies + 48 * (len(data) - start)
@@ -99,36 +102,70 @@ class _Machine:
 
     def run(self) -> object:
         data, table, memo, end = self.data, _OPCODES, self.memo, len(self.data)
-        pos, stack, memoize = self.pos, self.stack, _MEMOIZE
+        pos, stack = self.pos, self.stack
+        # What metadata of millions of chunks mostly consists of, without a call for each opcode,
+        # and by numbers, which are found faster than names; and what comes in a row there, in one
+        # step that does the same.
         while pos < end:
             code = data[pos]
             pos += 1
-            # What metadata of millions of chunks mostly consists of, without a call for each.
-            if code == memoize:
+            if code == 0x94:  # MEMOIZE
                 memo.append(stack[-1])
-            elif code == _BINGET and pos < end:
-                stack.append(memo[data[pos]])
-                pos += 1
-            elif code == _LONG_BINGET and pos + 4 <= end:
-                stack.append(memo[_number4(data, pos)[0]])
+            elif code == 0x6A and pos + 4 <= end:  # LONG_BINGET
+                value = memo[_number4(data, pos)[0]]
                 pos += 4
-            elif code == _BININT1 and pos < end:
+                stack.append(value)
+                if type(value) is Global and value.numbers:
+                    pos = self.call_with_numbers(value, pos)
+            elif code == 0x68 and pos < end:  # BINGET
+                value = memo[data[pos]]
+                pos += 1
+                stack.append(value)
+                if type(value) is Global and value.numbers:
+                    pos = self.call_with_numbers(value, pos)
+            elif code == 0x4B and pos < end:  # BININT1
                 stack.append(data[pos])
                 pos += 1
-            elif code == _TUPLE2:
-                last = stack.pop()
-                stack[-1] = (stack[-1], last)
-            elif code == _TUPLE1:
-                stack[-1] = (stack[-1],)
-            elif code == _EMPTY_TUPLE:
-                stack.append(())
-            elif code == _LONG_BINPUT and pos + 4 <= end and _number4(data, pos)[0] == len(memo):
-                memo.append(stack[-1])
-                pos += 4
-            elif code == _BININT and pos + 4 <= end:
+            elif code == 0x85:  # TUPLE1
+                args = (stack.pop(),)
+                if data.startswith(_CALLED, pos):
+                    self.pos = pos + 2
+                    made = self.call(stack.pop(), args)
+                    memo += (args, made)
+                    stack.append(made)
+                    pos += len(_CALLED)
+                else:
+                    stack.append(args)
+            elif code == 0x29:  # EMPTY_TUPLE
+                if data.startswith(_WITH_STATE, pos):
+                    self.pos = pos + 1
+                    state: dict[Any, Any] = {}
+                    made = self.call(stack.pop(), ())
+                    self.made()
+                    memo += (made, state)
+                    stack += (made, state)
+                    self.mark()
+                    stack = self.stack
+                    pos += len(_WITH_STATE)
+                else:
+                    stack.append(())
+            elif code == 0x75:  # SETITEMS
+                self.pos = pos
+                items, stack = stack, self.marks.pop()
+                self.stack = stack
+                self.set_all(items)
+            elif code == 0x4A and pos + 4 <= end:  # BININT
                 stack.append(_signed4(data, pos)[0])
                 pos += 4
-            elif code == _STOP:
+            elif code == 0x86:  # TUPLE2
+                last = stack.pop()
+                stack[-1] = (stack[-1], last)
+            elif code == 0x89:  # NEWFALSE
+                stack.append(False)
+            elif code == 0x72 and pos + 4 <= end and _number4(data, pos)[0] == len(memo):
+                memo.append(stack[-1])  # LONG_BINPUT
+                pos += 4
+            elif code == 0x2E:  # STOP
                 self.pos = pos
                 return self.stop()
             else:
@@ -140,6 +177,29 @@ class _Machine:
                 pos, stack = self.pos, self.stack
         self.pos = pos
         raise self.cut()
+
+    def call_with_numbers(self, function: Global, pos: int) -> int:
+        """Where numbers follow, a tuple of them and a call with it: make the call, once for all
+        that are alike, as what it gives never changes. Says where to go on."""
+        found = _NUMBERS_CALLED(self.data, pos)
+        if found is None:
+            return pos
+        code = found[0]
+        made = self.alike.get(code)
+        if made is None or made[0] is not function:
+            self.pos = pos
+            numbers = _numbers(code)
+            if numbers is None:
+                return pos
+            made = self.alike[code] = (function, (numbers,), self.call(function, (numbers,)))
+        else:
+            self.containers -= 1
+            if self.containers < 0:
+                raise self.heavy()
+        _, args, result = made
+        self.memo += (args[0], args, result) if args[0] else (args, result)
+        self.stack[-1] = result
+        return found.end()
 
     def stop(self) -> object:
         if self.marks or len(self.stack) != 1:
@@ -211,7 +271,7 @@ class _Machine:
             assert not isinstance(entry.value, StandIn), full
             found = entry.value
         else:
-            found = Global(full, entry)
+            found = Global(full, entry, numbers=full in _OF_NUMBERS)
         self.known[module, name] = found
         return found
 
@@ -225,12 +285,12 @@ class _Machine:
             raise self.heavy()
         if args:
             self.charge(args)
-        if function.name in _HASHING:
-            for argument in args:
-                if type(argument) in (list, tuple):
-                    self.room -= len(argument) * _SIZED[set]
-                self.charge(())
-                self.check_keys(argument)
+            if function.name in _HASHING:
+                for argument in args:
+                    if type(argument) in (list, tuple):
+                        self.room -= len(argument) * _SIZED[set]
+                    self.charge(())
+                    self.check_keys(argument)
         try:
             result: Any = function.make(*args)
         except CheckpointError as error:
@@ -314,7 +374,12 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, StandIn):
-            self.charge(state if type(state) is tuple else (state,))
+            if type(state) is dict:
+                self.room -= len(state) * _DICT
+                if self.room < 0:
+                    raise self.heavy()
+            else:
+                self.charge(state if type(state) is tuple else (state,))
             target.build(state)
         elif type(target) not in _MAPPINGS or type(state) is not dict:
             # Attributes of a dict, as `_metadata` of a module's state, are left out.
@@ -327,9 +392,7 @@ class _Machine:
         target.extend(items)
 
     def set_items(self) -> None:
-        items = self.stack
-        self.stack = self.marks.pop()
-        self.set_all(items)
+        self.set_all(self.items())
 
     def set_all(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -435,25 +498,40 @@ class _Machine:
             self.items()
 
 
-_STOP: Final = ord(".")
-_MEMOIZE: Final = 0x94
-_BININT1: Final = ord("K")
-_BINGET: Final = ord("h")
-_LONG_BINGET: Final = ord("j")
-_EMPTY_TUPLE: Final = ord(")")
-_LONG_BINPUT: Final = ord("r")
-_BININT: Final = ord("J")
-_TUPLE1: Final = 0x85
-_TUPLE2: Final = 0x86
+_CALLED: Final = b"\x94R\x94"
+"""MEMOIZE, REDUCE, MEMOIZE: behind a tuple of one, a call with it."""
+_NUMBERS_CALLED: Final = re.compile(
+    rb"(?:\)|(?:K.|M..|J....){1,3}[\x85-\x87]\x94)\x85\x94R\x94", re.DOTALL
+).match
+"""A tuple of up to three numbers, memoized where it is not empty, and `_CALLED` with it."""
+_WITH_STATE: Final = b"\x81\x94}\x94("
+"""NEWOBJ, MEMOIZE, EMPTY_DICT, MEMOIZE, MARK: behind an empty tuple, an object and its state."""
 _MAPPINGS: Final = frozenset({dict, OrderedDict, Counter})
 # What looking at a value costs, in bytes for each element.
 _SIZED: Final[dict[type, int]] = {
     bytes: 1, bytearray: 1, str: 4, list: 8, tuple: 8, deque: 8,
     dict: 50, OrderedDict: 100, Counter: 50, set: 50, frozenset: 50,
 }  # fmt: skip
+_DICT: Final = _SIZED[dict]
+_OF_NUMBERS: Final = frozenset({"torch.Size"})
+"""Called with a tuple of numbers, these give what never changes, so that it may be shared."""
 _HASHING: Final = frozenset(
     f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
 )
+
+
+def _numbers(code: bytes) -> tuple[int, ...] | None:
+    """The tuple at the beginning of what `_NUMBERS_CALLED` finds; None if it takes others too."""
+    out, at = [], 0
+    while code[at] in _WIDTHS:
+        width = _WIDTHS[code[at]]
+        out.append(int.from_bytes(code[at + 1 : at + 1 + width], "little", signed=width == 4))
+        at += 1 + width
+    return tuple(out) if len(out) == (0 if code[at] == 0x29 else code[at] - 0x84) else None
+
+
+_WIDTHS: Final = {0x4B: 1, 0x4D: 2, 0x4A: 4}
+"""BININT1, BININT2, BININT: the bytes of each number."""
 
 
 def _double(machine: _Machine) -> None:

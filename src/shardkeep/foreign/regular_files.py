@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,20 +26,46 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0
 _FLAGS |= getattr(os, "O_BINARY", 0)
 
 
+_AHEAD = 16 << 10
+"""Bytes read at once where fewer are asked for: mostly the next ones are asked for next."""
+
+
 class OpenedFile:
-    """A file, read by position."""
+    """A file, read by position; on one thread at a time."""
 
     def __init__(self, file: ReadFile) -> None:
         self._file = file
         self.size = file.size
         """Its length when it was opened."""
+        self._near = b""
+        self._near_at = 0
 
     def read(self, at: int, count: int) -> bytes:
         """Bytes from a position on; fewer only where the file ends."""
         count = max(0, min(count, self.size - at))
+        low = at - self._near_at
+        if not 0 <= low <= len(self._near) - count:
+            data = self._read(at, min(max(count, _AHEAD), self.size - at)) if count else b""
+            if count > _AHEAD:
+                return data
+            self._near, self._near_at, low = data, at, 0
+        return self._near[low : low + count]
+
+    def _read(self, at: int, count: int) -> bytes:
         buffer = bytearray(count)
-        got = self._file.read_into(memoryview(buffer), at) if count else 0
+        got = self._file.read_into(memoryview(buffer), at)
         return bytes(buffer[:got])
+
+    def expect(self, places: Iterable[int]) -> None:
+        """Have the system begin to read what lies around some bytes, in ascending order."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        end = -1
+        with contextlib.suppress(OSError):
+            for at in places:
+                if end <= at < self.size:
+                    low, end = max(0, at - _AHEAD // 4), at + _AHEAD // 4
+                    os.posix_fadvise(self._file.fd, low, end - low, os.POSIX_FADV_WILLNEED)
 
 
 @contextmanager

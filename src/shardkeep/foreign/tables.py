@@ -166,10 +166,14 @@ def _tensor_table(
     tensors: list[StoredTensor], names: list[str], alias: list[int], where: str
 ) -> TensorTable:
     properties = []
+    known: dict[tuple[str, bool], TensorProperties] = {}
     for tensor, name in zip(tensors, names, strict=True):
         if len(tensor.shape) > 32 or not 0 <= tensor.nbytes < 2**62:
             raise FormatError(f"{where}: {name} claims the shape {tensor.shape}")
-        properties.append(TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad))
+        kind = tensor.dtype, tensor.requires_grad
+        if kind not in known:
+            known[kind] = TensorProperties(tensor.dtype, requires_grad=tensor.requires_grad)
+        properties.append(known[kind])
     return TensorTable.of(names, properties, [t.shape for t in tensors], alias)
 
 

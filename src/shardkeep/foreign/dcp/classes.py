@@ -27,8 +27,9 @@ def _require(fine: bool, wrong: str) -> None:
 
 def _sizes(given: Any) -> Ints:
     if type(given) is TorchSize and len(given) <= _DIMENSIONS:
-        if given and not (min(given) >= 0 and max(given) < _EXTENT):
-            raise ValueError("odd sizes")
+        for extent in given:
+            if not 0 <= extent < _EXTENT:
+                raise ValueError("odd sizes")
         return tuple(given)
     _require(isinstance(given, (tuple, list)) and len(given) <= _DIMENSIONS, "odd sizes")
     _require(all(type(n) is int and 0 <= n < _EXTENT for n in given), "odd sizes")

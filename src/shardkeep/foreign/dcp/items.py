@@ -9,6 +9,7 @@ elements are the same.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,15 @@ class ItemFiles(Closing):
         file = stack.enter_context(opened(self.path, name))
         self._files[name] = (stack, file)
         return file
+
+    def expect(self, infos: Iterable[Info]) -> None:
+        """Have the edges of all items read at once, and not one after the other as they are met."""
+        edges: dict[str, set[int]] = {}
+        for info in infos:
+            edges.setdefault(info.path, set()).update((info.offset, info.offset + info.length))
+        if len(edges) <= _OPEN:
+            for name, places in edges.items():
+                self._file(name).expect(sorted(places))
 
     def _where(self, fqn: str, info: Info) -> str:
         return f"{self.path / info.path} at byte {info.offset} ({fqn})"

@@ -28,6 +28,8 @@ class Joined:
         """Tensors by name."""
         self.values: dict[str, list[Info]] = {}
         """Where each rank stored a value, by name."""
+        self.places: list[Info] = []
+        """Where anything is stored."""
         self.order: dict[str, None] = {}
         """Every name, as they come."""
         self.paths: dict[str, tuple[Any, ...]] | None = None

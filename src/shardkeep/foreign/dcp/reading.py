@@ -82,6 +82,7 @@ def _describe(path: Path, name: str, rank: int, joined: Joined) -> None:
         if (index.fqn, index.offset) in spots:
             raise FormatError(f"{where}: {index.fqn} is stored twice at {index.offset}")
         spots[index.fqn, index.offset] = info
+    joined.places += spots.values()
     for fqn, leaf in leaves.items():
         if type(fqn) is not str or type(leaf) not in (Tensor, Bytes):
             raise FormatError(f"{where}: {shown(fqn)} is neither a tensor nor a value")
@@ -100,6 +101,7 @@ def _leaves(
 ) -> Iterator[tuple[str, Any]]:
     known: dict[object, StoredTensor] = {}
     with items(path) as files:
+        files.expect(joined.places)
         for fqn in joined.order:
             tensor = joined.tensors.get(fqn)
             if tensor is not None:
