@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import shardkeep
+from shardkeep import ThreadRanks
 from shardkeep.errors import StorageError
 from shardkeep.foreign.reader import ForeignReader
 
@@ -65,3 +66,58 @@ def test_a_load_begins_again_when_a_file_is_replaced(tmp_path, monkeypatch):
     assert len(times) == 2
     assert (state["a"] == 1).all()
     assert (state["b"] == 1).all()
+
+
+def test_a_rank_that_finds_another_save_says_so(tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(BEFORE, path)
+    first, same, other = (ForeignReader(path) for _ in range(3))
+    first.read_metadata()
+    same.read_metadata(first.announcement())
+    torch.save(BEFORE, path)  # all is as before, but for the time
+    later = time.time() + 1
+    os.utime(path, (later, later))
+    with pytest.raises(StorageError, match="different checkpoints") as caught:
+        other.read_metadata(first.announcement())
+    assert caught.value.transient
+
+
+@pytest.mark.parametrize("after", [{"step": 2}, {"a": torch.zeros(3, 3)}, {"b": 1}])
+def test_what_was_found_is_told_apart(tmp_path, after):
+    path = tmp_path / "model.pt"
+    when = time.time()
+    words = []
+    for state in ({"a": torch.zeros(9), "step": 1}, {"a": torch.zeros(9), "step": 1} | after):
+        torch.save(state, path)
+        os.utime(path, (when, when))
+        reader = ForeignReader(path)
+        reader.read_metadata()
+        words.append(reader.announcement())
+    assert words[0] != words[1]
+
+
+def test_ranks_never_load_two_saves(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    torch.save({"a": torch.zeros(4), "b": torch.zeros(3)}, path)
+    times = []
+    read = ForeignReader.read_metadata
+
+    def replaced(self, announcement=b""):
+        if announcement and not times:
+            times.append(1)
+            torch.save({"a": torch.ones(4), "b": torch.ones(3)}, path)
+            later = time.time() + 1
+            os.utime(path, (later, later))
+        return read(self, announcement)
+
+    monkeypatch.setattr(ForeignReader, "read_metadata", replaced)
+
+    def work(ranks):
+        state = {"a": np.zeros(4, np.float32), "b": np.zeros(3, np.float32)}
+        shardkeep.load(state, path, process_group=ranks)
+        return state
+
+    for state in ThreadRanks(2).run(work):
+        assert (state["a"] == 1).all()
+        assert (state["b"] == 1).all()
+    assert times

@@ -26,8 +26,14 @@ from shardkeep.engine.byte_runs import BYTE, ByteRuns
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, regions_of
-from shardkeep.errors import CheckpointNotFoundError, CorruptionError, FormatError
+from shardkeep.errors import (
+    CheckpointNotFoundError,
+    CorruptionError,
+    FormatError,
+    StorageError,
+)
 from shardkeep.foreign.detecting import detect
+from shardkeep.foreign.fingerprint import fingerprint
 from shardkeep.foreign.found import Raw
 from shardkeep.foreign.pieces import Piece, Strided, read_pieces
 from shardkeep.foreign.tables import ODD, Tables, tables_of
@@ -78,6 +84,7 @@ class ForeignReader(ColumnReader):
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
         self._files = OpenFiles(self._open)
         self._begun: tuple[Reading, list[Piece]] | None = None
+        self._word = b""
         self.reset(checkpoint_id)
 
     # --- what there is
@@ -100,7 +107,7 @@ class ForeignReader(ColumnReader):
         return "://" not in name and detect(Path(name)) is not None
 
     def read_metadata(self, announcement: bytes = b"") -> Metadata:
-        """Parse what is there; every rank does."""
+        """Parse what is there; every rank does, and must find what the first one has found."""
         known = detect(self.root)
         if known is None:
             raise CheckpointNotFoundError(f"there is no checkpoint at {self.root} any more")
@@ -110,6 +117,13 @@ class ForeignReader(ColumnReader):
         self._below = found.root
         self.tables: Tables = tables_of(found)
         self._marks = Marks(found.root, self.tables.files)
+        self._word = fingerprint(self.tables, self._marks.looks)
+        if announcement and announcement != self._word:
+            raise StorageError(
+                f"{self.root} was replaced, or written to, while ranks looked at it: they have "
+                "found different checkpoints there; load it again",
+                transient=True,
+            )
         state = self.tables.state
         return Metadata(
             state,
@@ -117,6 +131,10 @@ class ForeignReader(ColumnReader):
             LocationColumns(state, self.tables.files, [(0, 0)] * max(1, len(self.tables.files))),
             StorageMeta(self.checkpoint_id),
         )
+
+    def announcement(self) -> bytes:
+        """What was found, in a few bytes: others must find the same."""
+        return self._word
 
     def close(self) -> None:
         """Let go of files."""

@@ -28,6 +28,11 @@ class Marks:
         with storage_errors(f"looking at the files of {root}"):
             self._marks = [_mark(os.stat(path)) for path in self._paths]
 
+    @property
+    def looks(self) -> list[tuple[int, int]]:
+        """Size and time of each."""
+        return [(size, when) for _, _, size, when in self._marks]
+
     def check(self, number: int, found: os.stat_result) -> None:
         """Raise unless this is the file that was looked at."""
         if _mark(found) != self._marks[number]:
