@@ -1,7 +1,11 @@
 """What is stored as it is wanted is copied as bytes; everything else arrives all the same."""
 
+import os
+import time
+
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import shardkeep
 from shardkeep.converting.contents import Contents
@@ -97,17 +101,16 @@ def test_damage_in_the_source_ends_the_convert_and_is_named(source, tmp_path, to
     assert not (tmp_path / "made").exists()
 
 
-def test_a_source_that_is_replaced_meanwhile_is_noticed(source, tmp_path, monkeypatch):
-    shardkeep.convert(source, tmp_path / "hf", to="hf")
-    (path,) = (tmp_path / "hf").glob("*.safetensors")
+def test_a_source_that_is_replaced_meanwhile_is_noticed(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file({"a": np.arange(12 << 20, dtype=np.uint8)}, path)
     read = Contents.read_runs
 
     def replaced(self, *args):
-        data = path.read_bytes()
-        path.unlink()
-        path.write_bytes(data[:-1] + b"?")
+        later = time.time() + 1
+        os.utime(path, (later, later))
         read(self, *args)
 
     monkeypatch.setattr(Contents, "read_runs", replaced)
     with pytest.raises(shardkeep.StorageError, match="after it was looked at"):
-        shardkeep.convert(tmp_path / "hf", tmp_path / "made")
+        shardkeep.convert(path, tmp_path / "made")

@@ -74,6 +74,12 @@ class Pickling:
         self.value(state, name)
         self._out += b"b"
 
+    def once(self, key: tuple[Any, ...], write: Callable[[], None]) -> None:
+        """Something that never changes: written the first time, and referred to after that."""
+        if not self._again(("once", *key)):
+            write()
+            self._keep(("once", *key))
+
     # --- values
 
     def value(self, value: Any, path: str, depth: int = 0) -> None:

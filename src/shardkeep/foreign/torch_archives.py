@@ -10,12 +10,13 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from shardkeep.foreign.layout import Elements, Late, Literal, OutTensor, Segment
 from shardkeep.foreign.pickling import Pickling
 
-__all__ = ["Box", "lay_out_archive"]
+__all__ = ["Box", "Moulds", "lay_out_archive"]
 
 ALIGNMENT = 64
 FOLDER = "archive"
@@ -182,3 +183,57 @@ def lay_out_archive(
     builder.data("version", b"3\n")
     builder.end()
     return builder.segments, builder.at
+
+
+class Moulds:
+    """Archives of one part of a tensor each; made once for all of one type and extent, which differ
+    in nothing but their elements."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[str, Ints], tuple[list[Segment], int]] = {}
+
+    def lay_out(self, box: Box, base: int, where: str = "") -> tuple[list[Segment], int]:
+        """As `lay_out_archive` does, for what torch may load with `weights_only=True`."""
+        key = box.tensor.dtype, box.sizes
+        if key not in self._known:
+            segments, length = lay_out_archive(box, 0, weights_only=True, where=where)
+            self._known[key] = [_without_sums(segment) for segment in segments], length
+        segments, length = self._known[key]
+        start = next((s.start for s in segments if isinstance(s, Elements)), 0)
+        part = Elements(base + start, box.tensor, box.offsets, box.sizes, checked=True)
+        return [_moved(segment, base, part) for segment in segments], length
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Summed:
+    """Bytes with the CRC-32 of the elements in them."""
+
+    start: int
+    data: bytes
+    at: int
+    """Where the CRC-32 is."""
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.data)
+
+    def make(self, part: Elements, crc: Crc) -> bytes:
+        return self.data[: self.at] + struct.pack("<I", crc(part)) + self.data[self.at + 4 :]
+
+
+def _without_sums(segment: Any) -> Any:
+    """A late segment as bytes in which the sum is missing; where it goes is told by two of them."""
+    if not isinstance(segment, Late):
+        return segment
+    none, full = (segment.make(lambda _, crc=crc: crc) for crc in (0, _LARGE))  # type: ignore[misc]
+    at = next(at for at, (a, b) in enumerate(zip(none, full, strict=True)) if a != b)
+    assert none[:at] + full[at : at + 4] + none[at + 4 :] == full, "it has the sum once"
+    return _Summed(segment.start, none, at)
+
+
+def _moved(segment: Any, base: int, part: Elements) -> Segment:
+    if isinstance(segment, Literal):
+        return Literal(base + segment.start, segment.data)
+    if isinstance(segment, _Summed):
+        return Late(base + segment.start, segment.nbytes, partial(segment.make, part))
+    return part

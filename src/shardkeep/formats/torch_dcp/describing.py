@@ -45,13 +45,30 @@ class _Object(Written):
 
 
 @dataclass(frozen=True, eq=False)
+class _Chunk(Written):
+    """Frozen, so that equal ones are one; most tensors have one, and many are of one shape."""
+
+    offsets: Ints
+    sizes: Ints
+
+    def write(self, pickling: Pickling) -> None:
+        state = {"offsets": _size(self.offsets), "sizes": _size(self.sizes)}
+        name = "ChunkStorageMetadata"
+        pickling.once(
+            (name, self.offsets, self.sizes), lambda: pickling.instance(_MODULE, name, state)
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class _Call(Written):
     module: str
     name: str
     argument: Any
 
     def write(self, pickling: Pickling) -> None:
-        pickling.call(self.module, self.name, self.argument)
+        # Sizes, layouts and formats never change: equal ones are one.
+        called = self.module, self.name, self.argument
+        pickling.once(called, lambda: pickling.call(*called))
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,10 +133,7 @@ def _leaf(leaf: Any, items: Sequence[Item]) -> _Object:
         _Call(_MODULE, "_MEM_FORMAT_ENCODING", 0),
         False,
     )
-    chunks = [
-        _Object("ChunkStorageMetadata", {"offsets": _size(o), "sizes": _size(s)})
-        for o, s in ((item.offsets or (), item.sizes or ()) for item in items)
-    ]
+    chunks = [_Chunk(item.offsets or (), item.sizes or ()) for item in items]
     return _Object(
         "TensorStorageMetadata",
         {

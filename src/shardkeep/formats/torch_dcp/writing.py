@@ -10,7 +10,7 @@ from typing import Any
 from shardkeep.dtypes import lookup
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.foreign.layout import Literal, OutFile, Outline, OutTensor, Segment
-from shardkeep.foreign.torch_archives import ALIGNMENT, Box, lay_out_archive
+from shardkeep.foreign.torch_archives import ALIGNMENT, Box, Moulds, lay_out_archive
 from shardkeep.formats.torch_dcp import METADATA
 from shardkeep.formats.torch_dcp.describing import Item, describe
 from shardkeep.formats.torch_dcp.flattening import flattened
@@ -69,6 +69,7 @@ class _Files:
     limit: int
     sizes: list[int] = field(default_factory=lambda: [0])
     segments: list[list[Segment]] = field(default_factory=lambda: [[]])
+    moulds: Moulds = field(default_factory=Moulds)
 
     def add(self, name: str, content: Any, offsets: Ints | None, sizes: Ints | None) -> Item:
         if self.sizes[-1] >= self.limit:
@@ -76,8 +77,10 @@ class _Files:
             self.segments.append([])
         # So that elements are aligned in the file, not only in their archive.
         start = -(-self.sizes[-1] // ALIGNMENT) * ALIGNMENT
-        plain = offsets is not None
-        segments, length = lay_out_archive(content, start, weights_only=plain, where=name)
+        if isinstance(content, Box):
+            segments, length = self.moulds.lay_out(content, start, name)
+        else:
+            segments, length = lay_out_archive(content, start, weights_only=False, where=name)
         self.segments[-1] += segments
         self.sizes[-1] = start + length
         return Item(self.name(len(self.sizes) - 1), start, length, offsets, sizes)
