@@ -612,3 +612,31 @@ def test_nothing_else_is_got_by_its_name(owner):
     )
     with pytest.raises(UnsafeCheckpointError, match="getattr"):
         pickles.load(gadget, where="a test", classes=CLASSES)
+
+
+def test_archives_from_a_mould_are_those_laid_out_one_by_one():
+    from shardkeep.foreign.layout import Elements, Late, OutTensor
+    from shardkeep.foreign.torch_archives import Box, Moulds, lay_out_archive
+
+    moulds = Moulds()
+    tensors = [OutTensor(f"t{n}", "bfloat16", (6, 5)) for n in range(3)]
+    tensors += [OutTensor("scalar", "float64", ()), OutTensor("empty", "float32", (0, 4))]
+    boxes = [Box(t, (0,) * len(t.shape), t.shape) for t in tensors]
+    boxes.append(Box(tensors[0], (2, 0), (4, 5)))
+    for number, box in enumerate(boxes):
+        base = 64 * number
+        made, length = moulds.lay_out(box, base)
+        alone, expected = lay_out_archive(box, base, weights_only=True)
+        assert length == expected
+        for one, other in zip(made, alone, strict=True):
+            assert type(one) is type(other)
+            assert (one.start, one.nbytes) == (other.start, other.nbytes)
+            if isinstance(one, Elements):
+                assert (one.tensor, one.offsets, one.sizes, one.checked) == (
+                    *(box.tensor, box.offsets, box.sizes),
+                    True,
+                )
+            elif isinstance(one, Late):
+                assert one.make(lambda _: 0x12345678) == other.make(lambda _: 0x12345678)
+            else:
+                assert one.data == other.data
