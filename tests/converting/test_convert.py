@@ -472,7 +472,7 @@ def test_a_killed_convert_is_gone_on_with(large, tmp_path, to, monkeypatch):
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not made.exists()
     journal = (begun / "journal").read_bytes()
-    assert journal.count(b"\n") > 2
+    assert journal.count(b"\n") >= 2  # what it is, and how far it was at some time
     (begun / "journal").write_bytes(journal + b'{"file": "cut sho')
     files = {p: p.stat().st_ino for p in begun.rglob("*.safetensors")}
     monkeypatch.setattr(writing, "WINDOW", 1 << 20)
