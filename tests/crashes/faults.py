@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import logging
 import os
 import random
 import shutil
@@ -278,7 +277,6 @@ def sweep(scenario, folder, *, kinds=KINDS, count=None, seed=0,
     folder = Path(folder)
     template, base = folder / "template", folder / "base"
     template.mkdir(parents=True)
-    logging.getLogger("shardkeep").setLevel(logging.CRITICAL)  # what is meant to go wrong
     scenario.prepare(template)
     calls = listed(scenario, template, base)
     report = Report(len(calls))

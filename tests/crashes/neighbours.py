@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import threading
 from dataclasses import dataclass
@@ -141,7 +140,6 @@ def meet(first, second, folder, *, there, every=1):
     folder = Path(folder)
     template, base = folder / "template", folder / "base"
     template.mkdir()
-    logging.getLogger("shardkeep").setLevel(logging.CRITICAL)  # they tell of each other
     if there:
         if first.is_outward or second.is_outward:
             (first if first.is_outward else second).again(there).do(template)
