@@ -79,15 +79,15 @@ class Watch:
             kind, text = f"{type(error).__name__} {_place(error)}", traceback.format_exc()
         self._begun = 0.0
         took, peak = perf_counter() - begun, _peak()
-        if not kind and took > MOST_SECONDS:
-            took = min(took, *(_seconds(parse, data) for _ in range(2)))
-            if took > MOST_SECONDS:
-                kind, text = "slow", f"{took:.2f} s"
         if not kind and peak > self._peak + MOST_MEMORY:
             self._peak = peak  # or all that follow would be suspected
             grown = _grown(parse, data)
             if grown > MOST_MEMORY:
                 kind, text = "memory", f"{grown >> 20} MiB"
+        if not kind and took > MOST_SECONDS:
+            took = min(took, *(_seconds(parse, data) for _ in range(2)))
+            if took > MOST_SECONDS:
+                kind, text = "slow", f"{took:.2f} s"
         return Finding(parser, kind, text, data) if kind else None
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import ShardedArray, StorageError, ThreadRanks
+from shardkeep.engine.digests import DigestLayout
 from shardkeep.formats.native import early
 from shardkeep.formats.native.files import FileWriter
 from test_incremental import assert_holds, kept_bytes, record_of
@@ -155,6 +156,22 @@ def test_a_file_that_cannot_be_written_early_fails_the_save(tmp_path, eager, mon
     assert os.listdir(tmp_path / "1" / "data") == []
     monkeypatch.undo()
     assert_holds(tmp_path / "0", {**state, "w1": state["w1"] - 1})
+
+
+def test_a_base_whose_digests_are_damaged_is_not_used(tmp_path, eager, caplog):
+    """Found while the rest is digested already: none of it is kept then."""
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    row = record_of(tmp_path / "0").files[0]
+    place, _ = DigestLayout(row.payload, BLOCK, 16).page_range(0)
+    with open(tmp_path / "0" / row.name, "r+b") as file:
+        file.seek(place)
+        file.write(bytes(16))
+    state["w1"] += 1
+    done = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert done.stats["kept_bytes"] == 0
+    assert "page 0 of its digests is damaged" in caplog.text
+    assert_holds(tmp_path / "1", state)
 
 
 def test_nothing_is_left_of_what_was_written_early(tmp_path, eager, monkeypatch):

@@ -280,7 +280,7 @@ def test_a_planner_that_forgets_what_storages_told(processes, tmp_path):
 def test_others_do_not_wait_for_a_rank_that_failed(processes, tmp_path, where):
     processes.run(4, save_large, 4, tmp_path)
     planner = functools.partial(failing, where=where)
-    outcomes = processes.run(4, load_large, 4, tmp_path, planner, timeout_s=30)
+    outcomes = processes.run(4, load_large, 4, tmp_path, planner, timeout_s=90)
     for rank, (_, _, right, error) in enumerate(outcomes):
         assert "this rank cannot" in error
         assert rank == 1 or all(right.values())

@@ -93,6 +93,7 @@ def test_views_keep_the_memory(shared):
 @needs_sharing
 def test_a_device_that_fails_keeps_nothing_back(monkeypatch):
     monkeypatch.setattr(engine_arena, "SEGMENT", 2 * MIB)
+    gc.collect()  # what tests before it left
     before, device = (descriptors(), mapped()), Device(fails=True)
     arena = taken(True, device)
     with pytest.raises(RuntimeError, match="device is lost"):

@@ -19,7 +19,7 @@ __all__ = ["digest_memory", "digest_sources", "view_memory"]
 
 TOGETHER = 256
 """Chunks in memory that one thread takes at a time, at most."""
-PART = 4 << 20
+PART = 16 << 20
 """Bytes in memory that one thread takes at a time, about."""
 
 

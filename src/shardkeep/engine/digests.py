@@ -170,18 +170,28 @@ class ContentDigests:
     def _add(self, chunk: int, start: int, data: memoryview, length: int) -> None:
         """Cut a part of a chunk into pieces, and digest those that are whole."""
         end = start + len(data)
-        for piece in range((end - 1) // CONTENT_PIECE, start // CONTENT_PIECE - 1, -1):
-            piece_start = piece * CONTENT_PIECE
-            piece_end = min(piece_start + CONTENT_PIECE, length)
-            low, high = max(start, piece_start), min(end, piece_end)
-            part = data[low - start : high - start]
-            if high - low == piece_end - piece_start:
-                self._finish_piece(chunk, piece, self.algorithm.digest(part))
-            else:
-                self._share(chunk, piece, low - piece_start, piece_end - piece_start, part)
+        first, last = -(-start // CONTENT_PIECE), end // CONTENT_PIECE
+        if end == length:
+            last = -(-end // CONTENT_PIECE)  # the last piece of all is short
+        if last < first:  # less than a piece, and neither of its ends
+            self._share(chunk, last, start, data, length)
+            return
+        low, high = first * CONTENT_PIECE, min(last * CONTENT_PIECE, end)
+        if high < end:
+            self._share(chunk, last, high, data[high - start :], length)
+        if first < last:
+            # In one go: other threads want the interpreter between two digests.
+            digest, size = self.algorithm.digest, CONTENT_PIECE
+            whole = data[low - start : high - start]
+            found = [digest(whole[at : at + size]) for at in range(0, len(whole), size)]
+            self._finish_pieces(chunk, first, found)
+        if start < low:
+            self._share(chunk, first - 1, start, data[: low - start], length)
 
-    def _share(self, chunk: int, piece: int, at: int, length: int, part: memoryview) -> None:
-        key = (chunk, piece)
+    def _share(self, chunk: int, piece: int, start: int, part: memoryview, length: int) -> None:
+        """Take a part of a piece that begins at this byte of the chunk."""
+        key, at = (chunk, piece), start - piece * CONTENT_PIECE
+        length = min(CONTENT_PIECE, length - piece * CONTENT_PIECE)
         with self._lock:
             shared = self._shared.get(key)
             if shared is None:
@@ -203,17 +213,18 @@ class ContentDigests:
                 elif following is None:
                     shared.busy = False
         if complete:
-            self._finish_piece(chunk, piece, shared.state.digest())
+            self._finish_pieces(chunk, piece, [shared.state.digest()])
 
-    def _finish_piece(self, chunk: int, piece: int, digest: bytes) -> None:
+    def _finish_pieces(self, chunk: int, first: int, found: list[bytes]) -> None:
+        """Digests of whole pieces, from this one on."""
         size = self.algorithm.size
         with self._lock:
             pieces = self._chunks.get(chunk)
             if pieces is None:
                 count = -(-int(self._lengths[chunk]) // CONTENT_PIECE)
                 pieces = self._chunks[chunk] = _Pieces(bytearray(count * size), count)
-            pieces.digests[piece * size : (piece + 1) * size] = digest
-            pieces.missing -= 1
+            pieces.digests[first * size : (first + len(found)) * size] = b"".join(found)
+            pieces.missing -= len(found)
             if pieces.missing:
                 return
             del self._chunks[chunk]

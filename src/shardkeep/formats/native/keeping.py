@@ -108,6 +108,10 @@ def compare(
     A base that cannot be read, or is digested in another way, has none. What is sure to have
     changed `write_early` may write meanwhile.
     """
+    everything = np.arange(len(items.chunks))
+    with paused_collector():  # it would look at everything the program has, now and then
+        planner.check_sources(items, everything)
+        address = planner.addresses(items, everything)
     try:
         base = earlier.tables()
         if (base.record.digests, base.record.block) != (algorithm.name, block):
@@ -117,9 +121,7 @@ def compare(
         wanted = base.contents_at(found.file, found.start)
         save_id = base.record.save_id
         nbytes = items.chunks.nbytes(items.tensors)[found.row]
-        with paused_collector():  # it would look at everything the program has, now and then
-            planner.check_sources(items, found.row)
-            address = planner.addresses(items, found.row)
+        address = address[found.row]
         changed = np.zeros(len(found.row), np.bool_)
         if write_early is not None:
             places = (found.file, found.start, nbytes, address)
