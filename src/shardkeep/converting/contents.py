@@ -27,9 +27,9 @@ from shardkeep.tables import NO_ALIAS
 
 __all__ = ["READERS", "Contents", "Row", "contents_of"]
 
-READERS = 2
-"""Reads of the source at the same time, each with the source's budget: while one waits for its last
-bytes, another has begun."""
+READERS = 4
+"""Reads of the source at the same time, each on one thread and with the source's budget: what one
+waits for, another can digest meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Contents:
         self.values = [n for n in structure.names if n not in operated.tensors]
         """Names of plain values, in the order of the state."""
         reader: Any = checkpoint._reader
-        reader.spares = Spares()
+        reader.spares, reader.alone = Spares(), True
         self.view = View(operated.tensors, checkpoint._state, reader.read_tensors)
         self._turns = threading.Semaphore(READERS)
 

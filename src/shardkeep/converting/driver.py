@@ -33,7 +33,7 @@ __all__ = ["ConvertResult", "convert"]
 
 MINIMUM_BUDGET = 16 << 20
 """Reading and writing at once need more than either."""
-READING = 8
+READING = 16
 """Part of the budget that the buffers of one read get; the rest is for windows and writing."""
 
 

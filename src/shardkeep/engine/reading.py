@@ -115,12 +115,17 @@ class Reading:
         self.stats = dict.fromkeys(READ_STATS, 0.0)
         self.lock = threading.Lock()
 
-    def run(self) -> None:
-        """Read everything that is left."""
+    def run(self, *, alone: bool = False) -> None:
+        """Read everything that is left; `alone` on the caller's thread, one of several that read.
+
+        Then nothing is handed on: what one of them waits for, another can digest meanwhile.
+        """
         cold = self.is_cold()
         fetchers = max(FETCHERS, self.threads) if cold else self.threads
         # One more than can digest at the same time would have them wait for each other.
         workers = min(self.threads, DIGESTING) if cold or self.staging else 0
+        if alone:
+            fetchers, workers = 1, 0
         # One buffer for each thread, and where units are handed on, one waits for each fetcher.
         buffers = workers + 2 * fetchers if workers else fetchers
         self.pool = self.make_pool(buffers, COLD_UNIT if cold else WARM_UNIT)

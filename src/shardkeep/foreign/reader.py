@@ -75,6 +75,8 @@ class ForeignReader(ColumnReader):
         self.progress = progress
         self.spares: Spares | None = None
         """Keeps buffers from one read to the next, for who reads often."""
+        self.alone = False
+        """Whether each read stays on its caller's thread, for who reads on several."""
         self.options = options
         self.checkpoint_id = ""
         self.system = ""
@@ -208,7 +210,7 @@ class ForeignReader(ColumnReader):
             regions, lambda _: sink, runs.places(out), lambda row: name(int(owner[row]))
         )
         with storage_errors(f"reading {self.root}"):
-            reading.run()
+            reading.run(alone=self.alone)
             self._marks.check_all(np.unique(runs.file).tolist())
         self._count(reading)
 
@@ -220,7 +222,7 @@ class ForeignReader(ColumnReader):
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
         threads = io_threads(self.ranks_on_host)
         with storage_errors(f"reading {self.root}"):
-            reading.run()
+            reading.run(alone=self.alone)
             # A piece, what it is made of, and what a cast or a device makes of it.
             read_pieces(odd, min(PIECE, budget // (4 * threads)), threads, self.progress)
             self._marks.check_all(self._files_of(items))

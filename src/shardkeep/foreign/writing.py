@@ -32,8 +32,8 @@ WINDOW = 16 << 20
 """Most bytes read and written together."""
 WINDOWS = 6
 """Some are read while others are written."""
-READERS = 2
-"""Windows that are read at the same time: while one waits for its last bytes, another begins."""
+READERS = 3
+"""Windows that are read at the same time, each on one thread: the disk always has one to read."""
 PAGE = 4096
 DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache."""

@@ -76,6 +76,8 @@ class NativeReader(ColumnReader):
         self.progress = progress
         self.spares: Spares | None = None
         """Keeps buffers from one read to the next, for who reads often."""
+        self.alone = False
+        """Whether each read stays on its caller's thread, for who reads on several."""
         self.ranks_on_host = 1
         """How many processes share this machine's cores and memory."""
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
@@ -346,7 +348,7 @@ class NativeReader(ColumnReader):
 
     def _run(self, reading: Reading) -> None:
         with storage_errors(f"reading {self._store.root}"):
-            reading.run()
+            reading.run(alone=self.alone)
         for key, value in reading.stats.items():
             self.stats[key] += value
 
