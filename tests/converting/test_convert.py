@@ -551,6 +551,39 @@ def test_an_interrupted_convert_can_be_gone_on_with(large, tmp_path):
     assert shardkeep.convert(large, tmp_path / "made", max_shard_size=2 << 20).resumed
 
 
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize("to", ["native", "toy"])
+def test_what_was_noted_of_a_file_that_is_gone_says_nothing_of_the_next(
+    large, tmp_path, to, monkeypatch
+):
+    """A crash may take away a name that was not durable, while the note of its file is."""
+    monkeypatch.setattr(writing, "WINDOW", 1 << 20)
+    monkeypatch.setattr(writing, "NOTE_EVERY", 2 << 20)
+    made, begun = tmp_path / "made", tmp_path / "made.converting"
+    options = {"max_shard_size": 2 << 20} if to == "native" else {}
+
+    def killed_at(part):
+        def progress(done, total):
+            if done >= part * total:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            shardkeep.convert(large, made, to=to, **options, progress=progress)
+
+    killed_at(0.7)
+    files = [path for path in begun.rglob("*") if path.is_file() and path.name != "journal"]
+    assert files
+    for path in files:
+        path.unlink()
+    killed_at(0.1)
+    assert shardkeep.convert(large, made, to=to, **options).resumed
+    if to == "native":
+        assert shardkeep.verify(made).ok
+        assert same(shardkeep.open(made).state_dict(), shardkeep.open(large).state_dict())
+    else:
+        check_toy(made, large)
+
+
 def test_two_converts_to_one_place(source, tmp_path):
     made = tmp_path / "made"
 

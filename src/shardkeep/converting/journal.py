@@ -60,12 +60,22 @@ class DataJournal:
 def known_files(place: Workplace) -> dict[str, Written]:
     """The files that the journal says are whole, and that are there."""
     known: dict[str, Written] = {}
-    for entry in place.entries:
-        with contextlib.suppress(msgspec.ValidationError, KeyError, OSError):
-            done = msgspec.convert(entry["written"], Written)
-            if (place.made / entry["file"]).stat().st_size == done.size:
-                known[entry["file"]] = done
+    for name, done in _noted(place).items():
+        with contextlib.suppress(OSError):
+            if (place.made / name).stat().st_size == done.size:
+                known[name] = done
     return known
+
+
+def _noted(place: Workplace) -> dict[str, Written]:
+    noted: dict[str, Written] = {}
+    for entry in place.entries:
+        with contextlib.suppress(msgspec.ValidationError, KeyError):
+            if entry["written"] is None:
+                noted.pop(entry["file"], None)
+            else:
+                noted[entry["file"]] = msgspec.convert(entry["written"], Written)
+    return noted
 
 
 def clear_unknown(place: Workplace) -> None:
@@ -75,6 +85,10 @@ def clear_unknown(place: Workplace) -> None:
     noted by then, it would be taken for that.
     """
     known = known_files(place)
+    # One that is gone is forgotten before another takes its name: that is as large from the first,
+    # and would be taken for what was noted.
+    for name in _noted(place).keys() - known.keys():
+        place.note({"file": name, "written": None})
     with storage_errors(f"cleaning {place.made}"):
         if not place.made.is_dir():
             return

@@ -58,7 +58,7 @@ class _Notes:
         self._found: dict[str, FileNote] = {}
         for entry in place.entries:
             if "upto" in entry:
-                before = self._found.get(entry["file"])
+                before = self._found.get(entry["file"]) if entry["upto"] else None
                 sums = {**(before.sums if before else {}), **_numbers(entry["sums"])}
                 note = FileNote(entry["upto"], sums, entry["done"])
                 self._found[entry["file"]] = note

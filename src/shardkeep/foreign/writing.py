@@ -62,7 +62,7 @@ class Notes(Protocol):
         """What was noted of a file before."""
 
     def note(self, name: str, note: FileNote) -> None:
-        """Note it; on return it is durable."""
+        """Note it; on return it is durable. Nothing noted before counts, where nothing is there."""
 
 
 def write_layout(
@@ -105,7 +105,12 @@ def _write(
     notes: Notes,
     progress: Callable[[int], None],
 ) -> None:
-    found = _still_true(notes.found(file.name), path, file.size)
+    noted = notes.found(file.name)
+    found = _still_true(noted, path, file.size)
+    if noted is not None and found is None:
+        # Before another takes its name: that one is as large from the first, and would be taken
+        # for what was noted.
+        notes.note(file.name, FileNote(0, {}))
     if found is not None and found.done:
         progress(file.size)
         return
