@@ -1,8 +1,10 @@
 """Any regions of any chunks read bit-equal, however the file is read, or an error is raised."""
 
 import contextlib
+import ctypes
 import errno
 import fcntl
+import mmap
 import os
 import tempfile
 import threading
@@ -24,7 +26,7 @@ from shardkeep.engine.reading import READ_STATS, Reading
 from shardkeep.engine.regions import Regions, cut_sparse, spans_of
 from shardkeep.engine.verified import VerifiedFile
 from shardkeep.errors import CorruptionError
-from shardkeep.memory import address_of
+from shardkeep.memory import address_of, bytes_at
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.stores import reading as store
 from shardkeep.stores.local import LocalStore
@@ -283,8 +285,10 @@ def simple(path, nbytes=40 * BLOCK, order="C"):
     return payload, layout, root, columns(chunks, [region]), sink_of(region, KINDS[0])
 
 
-def run(path, disk, blocks=8, order="C"):
+def run(path, disk, blocks=8, order="C", memory=None):
     payload, layout, root, regions, sink = simple(path, order=order)
+    if memory is not None:
+        sink = HostSink(memory, sink.dtype)
     stats = {}
     with disk.installed(), opened(path, layout, root) as files:
         read_regions(
@@ -355,6 +359,53 @@ def test_memory_that_begins_on_a_page_is_read_to_around_the_page_cache(place):
         assert stats["bytes_straight"] == stats["bytes_direct"] == 40 * BLOCK
     refused = Disk([], cold=True, direct=[None, -errno.EINVAL])
     run(place / "file", refused, order="pages")
+
+
+_MEMFD_SECRET = 447
+"""The number of the system call, the same on every machine."""
+
+
+@pytest.fixture
+def secret():
+    """Memory that the program may write to, and no device: as that of devices themselves."""
+    fd = ctypes.CDLL(None, use_errno=True).syscall(_MEMFD_SECRET, os.O_CLOEXEC)
+    if fd < 0:
+        pytest.skip("the kernel has no such memory")
+    try:
+        os.ftruncate(fd, 40 * BLOCK)
+        try:
+            made = mmap.mmap(fd, 40 * BLOCK)
+        except OSError:
+            pytest.skip("no memory may be locked")
+    finally:
+        os.close(fd)
+    with contextlib.suppress(BufferError):
+        yield np.frombuffer(made, np.uint8)
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_memory_that_no_disk_may_write_to(place, secret, cold):
+    stats = run(place / "file", Disk([], cold), memory=secret)
+    assert stats["bytes_direct"] == 0
+    stats = run(place / "file", Disk([], cold))
+    assert stats["bytes_direct"] == (40 * BLOCK if cold and place.parts[1] == "var" else 0)
+
+
+@pytest.mark.parametrize("code", store._NOT_THERE)
+def test_memory_that_is_refused_says_nothing_of_the_file(place, code):
+    """The rest of it goes elsewhere, and around the page cache still."""
+    disk = Disk([], cold=True, direct=[None, -code])
+    stats = run(place / "file", disk, order="pages")
+    if place.is_relative_to("/var/tmp"):
+        assert stats["bytes_direct"] == 32 * BLOCK
+
+
+def test_memory_that_nobody_may_write_to_is_an_error(place):
+    memory = mmap.mmap(-1, 40 * BLOCK, prot=mmap.PROT_READ)
+    array = bytes_at(address_of(np.frombuffer(memory, np.uint8)), len(memory))
+    for cold in (True, False):
+        with pytest.raises(OSError, match="Bad address"):
+            run(place / "file", Disk([], cold), memory=array)
 
 
 def test_rows_far_apart_are_not_read_together(place):

@@ -19,6 +19,9 @@ __all__ = ["ReadFile"]
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK}
 """What a file system answers to direct I/O that it cannot do."""
 
+_NOT_THERE = {errno.EFAULT, getattr(errno, "EREMOTEIO", errno.EFAULT)}
+"""What is answered where no device may write to the memory: that of other devices, or secret."""
+
 _SEEKING = threading.Lock()
 """Where the system has no positioned reads, seeking and reading are one step."""
 
@@ -71,8 +74,10 @@ class ReadFile:
     def read_direct(self, out: memoryview, offset: int, nbytes: int) -> tuple[int, int]:
         """Fill the first `nbytes` of `out` around the page cache, as far as that goes.
 
-        `out` begins on a page; what follows the bytes may be overwritten too. Returns how many
-        bytes there are, fewer only at the end of the file, and how many of them came directly.
+        `out` begins on a page; what follows the bytes may be overwritten too. Memory that no disk
+        may write to is filled through the page cache, by the system: where nobody may, that is an
+        error. Returns how many bytes there are, fewer only at the end of the file, and how many of
+        them came directly.
         """
         done = 0
         while done < nbytes:
@@ -85,9 +90,10 @@ class ReadFile:
             except InterruptedError:
                 continue
             except OSError as error:
-                if error.errno not in _REFUSED:
+                if error.errno in _REFUSED:
+                    self._end_direct()
+                elif error.errno not in _NOT_THERE:
                     raise
-                self._end_direct()
                 break
             if got == 0:
                 return done, done
