@@ -190,7 +190,7 @@ def _open(reader: StorageReader, coordinator: Coordinator, place: Place) -> Meta
 
     def lead() -> bytes:
         read.append(reader.read_metadata())
-        return reader.announcement()
+        return reader.announcement() if place.world_size > 1 else b""
 
     word = coordinator.lead("open", lead)
     if place.world_size > 1:

@@ -1,5 +1,8 @@
 """Real processes: other systems' files, sharded otherwise on load, are read once by all ranks."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -64,3 +67,21 @@ def test_so_do_fewer_ranks(training, tmp_path, system):
     path = str(tmp_path / "step")
     training.run(WORLD, save, path, system, "columns")
     assert sum(training.run(3, load, path, "rows")) <= 1.1 * DISTINCT
+
+
+def load_here(rank, folder):
+    os.chdir(f"{folder}/{rank}")
+    state = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    shardkeep.load(state, "step")
+    for name, tensor in state.items():
+        assert torch.equal(tensor, whole(name)), name
+
+
+def test_each_host_has_a_copy(processes, tmp_path):
+    """At one path, which leads to another disk on each."""
+    state = {name: whole(name) for name in SHAPES}
+    dcp.save(state, checkpoint_id=tmp_path / "0" / "step", no_dist=True)
+    shutil.copytree(tmp_path / "0", tmp_path / "1", copy_function=shutil.copyfile)
+    for path in (tmp_path / "1" / "step").iterdir():
+        os.utime(path, (1e9, 1e9))
+    processes.run(2, load_here, str(tmp_path))

@@ -391,7 +391,7 @@ def test_memory_that_no_disk_may_write_to(place, secret, cold):
     assert stats["bytes_direct"] == (40 * BLOCK if cold and place.parts[1] == "var" else 0)
 
 
-@pytest.mark.parametrize("code", store._NOT_THERE)
+@pytest.mark.parametrize("code", sorted(store._NOT_THERE))
 def test_memory_that_is_refused_says_nothing_of_the_file(place, code):
     """The rest of it goes elsewhere, and around the page cache still."""
     disk = Disk([], cold=True, direct=[None, -code])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import shardkeep
 from shardkeep import ThreadRanks
@@ -121,3 +123,34 @@ def test_ranks_never_load_two_saves(tmp_path, monkeypatch):
         assert (state["a"] == 1).all()
         assert (state["b"] == 1).all()
     assert times
+
+
+def saved_by_dcp(state, path):
+    dcp.save(state, checkpoint_id=path, no_dist=True)
+
+
+@pytest.mark.parametrize("save", [torch.save, saved_by_dcp])
+def test_hosts_may_have_a_copy_each(tmp_path, save):
+    """A copy has another time and another number, and is the same all the same."""
+    save(BEFORE, tmp_path / "one")
+    (shutil.copytree if save is saved_by_dcp else shutil.copyfile)(
+        tmp_path / "one", tmp_path / "other"
+    )
+    for path in [tmp_path / "other", *tmp_path.glob("other/*")]:
+        os.utime(path, (1e9, 1e9))
+    first, other = (ForeignReader(tmp_path / name) for name in ("one", "other"))
+    first.read_metadata()
+    other.read_metadata(first.announcement())
+
+
+@pytest.mark.parametrize("save", [torch.save, saved_by_dcp])
+def test_copies_of_two_saves_are_told_apart(tmp_path, save):
+    """Also where only their elements differ, and somebody has set the times."""
+    for name, state in (("one", BEFORE), ("two", {k: t + 1 for k, t in BEFORE.items()})):
+        save(state, tmp_path / name)
+        for path in [tmp_path / name, *tmp_path.glob(f"{name}/*")]:
+            os.utime(path, (1e9, 1e9))
+    first, other = (ForeignReader(tmp_path / name) for name in ("one", "two"))
+    first.read_metadata()
+    with pytest.raises(StorageError, match="different checkpoints"):
+        other.read_metadata(first.announcement())

@@ -33,7 +33,7 @@ from shardkeep.errors import (
     StorageError,
 )
 from shardkeep.foreign.detecting import detect
-from shardkeep.foreign.fingerprint import fingerprint
+from shardkeep.foreign.fingerprint import Fingerprint, fingerprint
 from shardkeep.foreign.found import Raw
 from shardkeep.foreign.pieces import Piece, Strided, read_pieces
 from shardkeep.foreign.tables import ODD, Tables, tables_of
@@ -86,7 +86,6 @@ class ForeignReader(ColumnReader):
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
         self._files = OpenFiles(self._open)
         self._begun: tuple[Reading, list[Piece]] | None = None
-        self._word = b""
         self.reset(checkpoint_id)
 
     # --- what there is
@@ -119,8 +118,7 @@ class ForeignReader(ColumnReader):
         self._below = found.root
         self.tables: Tables = tables_of(found)
         self._marks = Marks(found.root, self.tables.files)
-        self._word = fingerprint(self.tables, self._marks.looks)
-        if announcement and announcement != self._word:
+        if announcement and not self._fingerprint().agrees(Fingerprint.decode(announcement)):
             raise StorageError(
                 f"{self.root} was replaced, or written to, while ranks looked at it: they have "
                 "found different checkpoints there; load it again",
@@ -136,7 +134,16 @@ class ForeignReader(ColumnReader):
 
     def announcement(self) -> bytes:
         """What was found, in a few bytes: others must find the same."""
-        return self._word
+        return self._fingerprint().encode()
+
+    def _fingerprint(self) -> Fingerprint:
+        def read(number: int, at: int, count: int) -> bytes:
+            data = bytearray(count)
+            with self._files.use(number) as file:
+                return bytes(data[: file.file.read_into(memoryview(data), at)])
+
+        with storage_errors(f"reading {self.root}"):
+            return fingerprint(self.tables, self._marks, read)
 
     def close(self) -> None:
         """Let go of files."""

@@ -29,9 +29,19 @@ class Marks:
             self._marks = [_mark(os.stat(path)) for path in self._paths]
 
     @property
-    def looks(self) -> list[tuple[int, int]]:
-        """Size and time of each."""
-        return [(size, when) for _, _, size, when in self._marks]
+    def numbers(self) -> list[tuple[int, int]]:
+        """Of the device of each, and of each there."""
+        return [(device, number) for device, number, _, _ in self._marks]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each."""
+        return [size for _, _, size, _ in self._marks]
+
+    @property
+    def times(self) -> list[int]:
+        """When each was last written to."""
+        return [when for _, _, _, when in self._marks]
 
     def check(self, number: int, found: os.stat_result) -> None:
         """Raise unless this is the file that was looked at."""
