@@ -14,7 +14,9 @@ import torch.distributed.checkpoint as dcp
 import shardkeep
 from shardkeep import ThreadRanks
 from shardkeep.errors import StorageError
+from shardkeep.foreign import reader
 from shardkeep.foreign.reader import ForeignReader
+from shardkeep.foreign.tables import tables_of
 
 BEFORE = {"a": torch.arange(1000.0), "b": torch.ones(5), "t": torch.arange(12.0).reshape(3, 4).t()}
 AFTER = {"zz": torch.full((3000,), 7.0), "a": torch.full((1000,), 9.0), "b": torch.zeros(5)}
@@ -70,6 +72,47 @@ def test_a_load_begins_again_when_a_file_is_replaced(tmp_path, monkeypatch):
     assert (state["b"] == 1).all()
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_changes_while_it_is_parsed(tmp_path, monkeypatch, replaced):
+    """What was parsed is then of one save, and what is remembered of the file of another."""
+    path, new = tmp_path / "model.pt", tmp_path / "model" / "model.pt"
+    new.parent.mkdir()
+    torch.save({"a": torch.zeros(4), "step": 1}, path)
+    torch.save({"a": torch.ones(4), "step": 2}, new)
+    os.utime(new, (1e9, 1e9))
+    times = []
+
+    def written_over(found):
+        times.append(1)
+        if len(times) == 1 and replaced:
+            new.replace(path)
+        elif len(times) == 1:
+            path.write_bytes(new.read_bytes())
+        return tables_of(found)
+
+    monkeypatch.setattr(reader, "tables_of", written_over)
+    state = {"a": np.zeros(4, np.float32), "step": 0}
+    shardkeep.load(state, path)
+    assert (state["a"] == 1).all()
+    assert state["step"] == 2
+
+
+def test_a_file_that_never_stops_changing(tmp_path, monkeypatch):
+    path = tmp_path / "model.pt"
+    data = []
+
+    def written_over(found):
+        os.utime(path, ns=(0, len(data)))
+        data.append(1)
+        return tables_of(found)
+
+    torch.save(BEFORE, path)
+    monkeypatch.setattr(reader, "tables_of", written_over)
+    with pytest.raises(StorageError, match="faster than it can be read") as caught:
+        shardkeep.open(path)
+    assert caught.value.transient
+
+
 def test_a_rank_that_finds_another_save_says_so(tmp_path):
     path = tmp_path / "model.pt"
     torch.save(BEFORE, path)
@@ -92,9 +135,9 @@ def test_what_was_found_is_told_apart(tmp_path, after):
     for state in ({"a": torch.zeros(9), "step": 1}, {"a": torch.zeros(9), "step": 1} | after):
         torch.save(state, path)
         os.utime(path, (when, when))
-        reader = ForeignReader(path)
-        reader.read_metadata()
-        words.append(reader.announcement())
+        found = ForeignReader(path)
+        found.read_metadata()
+        words.append(found.announcement())
     assert words[0] != words[1]
 
 

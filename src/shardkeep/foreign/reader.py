@@ -8,6 +8,7 @@ Everything else is read piece by piece.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,10 @@ __all__ = ["ForeignReader"]
 
 BLOCK = 128 << 10
 """Bytes in which files are read."""
+TRIES = 4
+"""How often a checkpoint may be written to while it is parsed."""
+RECENT_NS = 100_000_000
+"""What changed so shortly before may have changed meanwhile: clocks of files are not that exact."""
 PIECE = 4 << 20
 """Most bytes of what is read piece by piece, at a time and thread."""
 
@@ -109,15 +114,20 @@ class ForeignReader(ColumnReader):
 
     def read_metadata(self, announcement: bytes = b"") -> Metadata:
         """Parse what is there; every rank does, and must find what the first one has found."""
-        known = detect(self.root)
-        if known is None:
-            raise CheckpointNotFoundError(f"there is no checkpoint at {self.root} any more")
-        with storage_errors(f"reading {self.root}"):
-            found = known.find(self.root, **self.options)
-        self.system, self.user_metadata = found.system, found.user_metadata
-        self._below = found.root
-        self.tables: Tables = tables_of(found)
-        self._marks = Marks(found.root, self.tables.files)
+        before: Marks | None = None
+        for _ in range(TRIES):
+            begun = time.time_ns()
+            self._find()
+            # Looked at only now, as it is known only now which they are: what was written to in
+            # the meantime is parsed once more, between two looks.
+            if self._marks == before or not self._marks.changed_since(begun - RECENT_NS):
+                break
+            before = self._marks
+        else:
+            raise StorageError(
+                f"{self.root} is written to faster than it can be read; load or open it again",
+                transient=True,
+            )
         if announcement and not self._fingerprint().agrees(Fingerprint.decode(announcement)):
             raise StorageError(
                 f"{self.root} was replaced, or written to, while ranks looked at it: they have "
@@ -131,6 +141,17 @@ class ForeignReader(ColumnReader):
             LocationColumns(state, self.tables.files, [(0, 0)] * max(1, len(self.tables.files))),
             StorageMeta(self.checkpoint_id),
         )
+
+    def _find(self) -> None:
+        known = detect(self.root)
+        if known is None:
+            raise CheckpointNotFoundError(f"there is no checkpoint at {self.root} any more")
+        with storage_errors(f"reading {self.root}"):
+            found = known.find(self.root, **self.options)
+        self.system, self.user_metadata = found.system, found.user_metadata
+        self._below = found.root
+        self.tables: Tables = tables_of(found)
+        self._marks = Marks(found.root, self.tables.files)
 
     def announcement(self) -> bytes:
         """What was found, in a few bytes: others must find the same."""

@@ -26,7 +26,22 @@ class Marks:
         """Look at all files once; `""` is the checkpoint itself."""
         self._paths = [root / name if name else root for name in names]
         with storage_errors(f"looking at the files of {root}"):
-            self._marks = [_mark(os.stat(path)) for path in self._paths]
+            found = [os.stat(path) for path in self._paths]
+        self._marks = [_mark(each) for each in found]
+        # A file that takes the place of another may be an old one, but was given its name then.
+        self._changed = max((max(each.st_mtime_ns, each.st_ctime_ns) for each in found), default=0)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether these are the same files, unchanged."""
+        if not isinstance(other, Marks):
+            return NotImplemented
+        return self._paths == other._paths and self._marks == other._marks
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def changed_since(self, when_ns: int) -> bool:
+        """Whether any was written to, or got its name, after a time; by the clock of its server."""
+        return self._changed >= when_ns
 
     @property
     def numbers(self) -> list[tuple[int, int]]:
