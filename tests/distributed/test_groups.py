@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -394,6 +396,38 @@ def test_the_harness_kills_what_hangs_and_shows_where(processes):
     outcomes = processes.outcomes(2, misbehave, "raise", init=False)
     assert str(outcomes[1].error) == "seen by the parent"
     assert processes.run(3, misbehave, "", init=False) == [0, 1, 2]
+
+
+def look_up(rank, path, seconds):
+    path.write_text(str(os.getpid()))
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    return rank
+
+
+def test_ranks_that_were_stopped_with_their_server_have_not_hung(processes, tmp_path):
+    """As when a machine sleeps: nobody has seen that time pass."""
+    processes.run(1, look_up, tmp_path / "first", 0.0, init=False)  # there is a server then
+    path, server = tmp_path / "pid", processes._process.pid
+
+    def stop():
+        for _ in range(1000):
+            if path.exists() and path.read_text():
+                break
+            time.sleep(0.01)
+        rank = int(path.read_text())
+        for pid in (server, rank):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.5)
+        for pid in (rank, server):
+            os.kill(pid, signal.SIGCONT)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    (outcome,) = processes.outcomes(1, look_up, path, 0.5, init=False, timeout_s=1.0)
+    thread.join()
+    assert outcome.ok, outcome
 
 
 class Collective:
