@@ -15,6 +15,7 @@ import shardkeep
 from shardkeep import ThreadRanks
 from shardkeep.errors import StorageError
 from shardkeep.foreign import reader
+from shardkeep.foreign.fingerprint import Fingerprint
 from shardkeep.foreign.reader import ForeignReader
 from shardkeep.foreign.tables import tables_of
 
@@ -184,6 +185,19 @@ def test_hosts_may_have_a_copy_each(tmp_path, save):
     first, other = (ForeignReader(tmp_path / name) for name in ("one", "other"))
     first.read_metadata()
     other.read_metadata(first.announcement())
+
+
+def test_copies_are_told_apart_by_values(tmp_path):
+    """Wherever in the files they lie."""
+    words = []
+    for number in (1, 2):
+        state = {f"w{at}": torch.zeros(3000) for at in range(9)}
+        state |= {f"v{at}": [number if at == 4 else 0] for at in range(9)}
+        saved_by_dcp(state, tmp_path / str(number))
+        found = ForeignReader(tmp_path / str(number))
+        found.read_metadata()
+        words.append(Fingerprint.decode(found.announcement()))
+    assert not words[0].agrees(words[1])
 
 
 @pytest.mark.parametrize("save", [torch.save, saved_by_dcp])

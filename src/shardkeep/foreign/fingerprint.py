@@ -17,14 +17,14 @@ from dataclasses import astuple, dataclass
 import msgspec
 import numpy as np
 
+from shardkeep import values
 from shardkeep.engine.digests import algorithm
+from shardkeep.errors import CheckpointError
 from shardkeep.foreign.tables import Tables
 from shardkeep.foreign.unchanged import Marks
 from shardkeep.hosts import host_name
 
 __all__ = ["Fingerprint", "fingerprint"]
-
-_PLAIN = (str, int, float, bool, type(None))
 
 PAGE = 4096
 """Bytes that are looked at in one place of a file: its beginning, its middle, its end."""
@@ -68,12 +68,10 @@ def fingerprint(
         tables.state.tensors,
         tables.state.chunks_among(np.arange(len(tables.state.tensors)))[0],
     )
-    plain = {name: value for name, value in tables.plain.items() if type(value) in _PLAIN}
     told = [
         list(tensors.names),
         [(kind.dtype, kind.requires_grad) for kind in tensors.kinds],
-        list(tables.plain),
-        {name: repr(value) for name, value in plain.items()},
+        {name: _encoded(value, name) for name, value in tables.plain.items()},
         tables.files,
         marks.sizes,
     ]
@@ -87,6 +85,13 @@ def fingerprint(
         digest.update(read(number, at, PAGE))
     contents: bytes = digest.digest()
     return Fingerprint(contents, _digest([host_name(), marks.numbers]), _digest(marks.times))
+
+
+def _encoded(value: object, name: str) -> bytes:
+    try:
+        return values.encode(value, where=name)
+    except CheckpointError:
+        return b""  # whoever wants it is told then
 
 
 def _looked_at(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
