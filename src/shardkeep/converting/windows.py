@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -41,6 +42,8 @@ class Windows:
         self._lent: dict[int, int] = {}
         self._dropped: dict[int, Bytes] = {}
         self._free: list[Bytes] = []
+        self._returned: deque[int] = deque()
+        """Windows of which parts were given back: counted later, as no lock may be taken then."""
         self._last = -1
         self._reader = ThreadPoolExecutor(AHEAD, thread_name_prefix="shardkeep-ahead")
         weakref.finalize(self, self._reader.shutdown, wait=False, cancel_futures=True)
@@ -78,7 +81,7 @@ class Windows:
                 return None
             self._lent[number] = self._lent.get(number, 0) + 1
         # Whoever has the part may write it for a while; then its memory is for another window.
-        weakref.finalize(part, self._returned, number).atexit = False
+        weakref.finalize(part, self._returned.append, number).atexit = False
         return part
 
     def _window(self, number: int) -> Future[Bytes] | None:
@@ -95,6 +98,7 @@ class Windows:
     def _read(self, number: int) -> Bytes:
         low, high = self._bounds(number)
         with self._lock:
+            self._count_returned()
             memory = self._free.pop() if self._free else None
         if memory is None:
             memory = page_aligned(self._size)
@@ -107,13 +111,15 @@ class Windows:
         future = self._windows.pop(number)
         if future.done() and not future.cancelled() and future.exception() is None:
             memory = future.result()
+            self._count_returned()
             if self._lent.get(number):
                 self._dropped[number] = memory
             else:
                 self._reuse(memory)
 
-    def _returned(self, number: int) -> None:
-        with self._lock:
+    def _count_returned(self) -> None:
+        while self._returned:
+            number = self._returned.popleft()
             self._lent[number] -= 1
             if not self._lent[number]:
                 del self._lent[number]

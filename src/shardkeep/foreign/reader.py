@@ -8,6 +8,7 @@ Everything else is read piece by piece.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -89,6 +90,7 @@ class ForeignReader(ColumnReader):
         self.user_metadata: Mapping[str, Any] = {}
         """What that system kept beside the state."""
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
+        self._counting = threading.Lock()
         self._files = OpenFiles(self._open)
         self._begun: tuple[Reading, list[Piece]] | None = None
         self.reset(checkpoint_id)
@@ -243,8 +245,9 @@ class ForeignReader(ColumnReader):
         self._count(reading)
 
     def _count(self, reading: Reading) -> None:
-        for key, value in reading.stats.items():
-            self.stats[key] += value
+        with self._counting:
+            for key, value in reading.stats.items():
+                self.stats[key] += value
 
     def _finish(self, items: ReadItems, reading: Reading, odd: list[Piece]) -> int:
         budget = checked_budget(self.memory_budget, self.ranks_on_host)

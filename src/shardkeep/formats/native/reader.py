@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -81,6 +82,7 @@ class NativeReader(ColumnReader):
         self.ranks_on_host = 1
         """How many processes share this machine's cores and memory."""
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
+        self._counting = threading.Lock()
         """What was read since the last `reset`, and the seconds that took."""
         self._open_store = open_store
         self._files = OpenFiles(self._open_data)
@@ -349,8 +351,9 @@ class NativeReader(ColumnReader):
     def _run(self, reading: Reading) -> None:
         with storage_errors(f"reading {self._store.root}"):
             reading.run(alone=self.alone)
-        for key, value in reading.stats.items():
-            self.stats[key] += value
+        with self._counting:
+            for key, value in reading.stats.items():
+                self.stats[key] += value
 
     def wants(self, items: ReadItems, budget: int, window: Address | None) -> bytes:
         """Which blocks will be read for these, as `plan_shares` is told."""
