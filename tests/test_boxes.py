@@ -1,6 +1,7 @@
 """Box arithmetic against brute force: sets of elements and painted arrays."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -125,16 +126,14 @@ def test_overlap_is_the_set_of_shared_elements(data, shape):
     a, b = data.draw(box_in(shape)), data.draw(box_in(shape))
     shared = boxes.overlap(a, b)
     assert shared == boxes.overlap(b, a)
+    assert shared is None or boxes.volume(shared.sizes)
     assert (set() if shared is None else cells(shared)) == cells(a) & cells(b)
 
 
-@given(st.data(), shapes)
-def test_flat_ranges_become_contiguous_boxes_in_order(data, shape):
-    size = math.prod(shape)
-    start = data.draw(st.integers(0, size))
-    stop = data.draw(st.integers(start, size))
+def check_flat_range(shape, start, stop):
+    """In order, each contiguous, and as few as can be."""
     found = boxes.flat_range_boxes(shape, start, stop)
-    flat = np.arange(size).reshape(shape)
+    flat = np.arange(math.prod(shape)).reshape(shape)
     pieces = []
     for offsets, sizes in found:
         box = ChunkStorageMetadata(offsets, sizes)
@@ -145,6 +144,28 @@ def test_flat_ranges_become_contiguous_boxes_in_order(data, shape):
     joined = np.concatenate(pieces) if pieces else np.zeros(0, int)
     assert np.array_equal(joined, np.arange(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
+    assert not any(joins(*pair) for pair in pairwise(found))
+
+
+@given(st.data(), shapes)
+def test_flat_ranges_become_contiguous_boxes_in_order(data, shape):
+    start = data.draw(st.integers(0, math.prod(shape)))
+    check_flat_range(shape, start, data.draw(st.integers(start, math.prod(shape))))
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (4, 3), (1, 4), (2, 3, 2), (3, 1, 3), (2, 2, 2, 2)])
+def test_every_flat_range_of_small_shapes(shape):
+    size = math.prod(shape)
+    for start in range(size + 1):
+        for stop in range(start, size + 1):
+            check_flat_range(shape, start, stop)
+
+
+def joins(one, other):
+    """Whether two boxes, one after the other, make one."""
+    apart = [dim for dim in range(len(one[0])) if one[0][dim] != other[0][dim]]
+    unlike = [dim for dim in range(len(one[0])) if one[1][dim] != other[1][dim]]
+    return len(apart) == 1 and set(unlike) <= set(apart)
 
 
 # --- tiling ---
@@ -164,6 +185,8 @@ def test_faults_are_named():
     assert fault((), ((), ())) is None
     assert fault((), ((), ()), ((), ())) == Overlap(0, 1)
     assert fault((0, 3)) is None
+    # An empty box covers nothing, and does not cut what is named.
+    assert fault((4,), ((1,), (0,))) == Gap(ChunkStorageMetadata((0,), (4,)))
 
 
 @given(any_boxes)
@@ -225,10 +248,34 @@ def test_tiled_is_not_fooled_by_equal_volumes(seed):
         # Every row and every column has the right count, but not every element.
         ((2, 2), [box((0, 0), (1, 1)), box((0, 0), (1, 1)), box((1, 1), (1, 1))]),
         ((2, 2), [box((0, 0), (1, 1)), box((1, 1), (1, 1))] * 2),
+        # One too many is the mirror image of the one that is missing.
+        ((2, 2), [box(at, (1, 1)) for at in ((0, 0), (0, 1), (0, 1), (1, 1))]),
         ((2, 2), [box((0, 0), (1, 2)), box((1, 0), (1, 2))]),
     ]
     found = boxes.tiled(*columns(cases), seed)
-    assert found.tolist() == [False, False, False, False, True]
+    assert found.tolist() == [False, False, False, False, False, True]
+
+
+def test_weights_are_those_of_splitmix64():
+    """As published, for the seed 1234567."""
+    published = [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
+    step, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+    states = [(1234567 + (n + 1) * step) & mask for n in range(len(published))]
+    high, low = boxes._random_pair(np.array(states, np.uint64))
+    assert high.tolist() == [number >> 33 for number in published]
+    assert low.tolist() == [number & (2**31 - 1) for number in published]
+
+
+def test_weights_are_others_for_every_seed_and_dimension():
+    square = Boxes.of([ChunkStorageMetadata((0, 2), (2, 4)), ChunkStorageMetadata((2, 0), (4, 2))])
+    seen = {tuple(measure) for seed in range(4) for measure in boxes._measures(square, seed)}
+    assert len({number for pair in seen for number in pair}) == 16
 
 
 def test_tiled_finds_one_box_astray_among_many():

@@ -85,8 +85,6 @@ def flat_range_boxes(
     first, last = start // row, (stop - 1) // row
     rest = tuple(shape[1:])
     zeros = (0,) * len(rest)
-    if start == first * row and stop == (last + 1) * row:
-        return [((first, *zeros), (last + 1 - first, *rest))]
     if first == last:
         inner = flat_range_boxes(rest, start - first * row, stop - first * row)
         return [((first, *o), (1, *s)) for o, s in inner]
@@ -169,15 +167,11 @@ def _slab_fault(
         return Gap(ChunkStorageMetadata((*low, *(0,) * len(rest)), (*size, *rest)))
     begin, end = offsets[rows, dim], ends[rows, dim]
     edges = np.unique(np.concatenate([[0, shape[dim]], begin, end])).tolist()
-    previous: npt.NDArray[np.intp] | None = None
     for a, b in pairwise(edges):
         inside = rows[(begin <= a) & (end >= b)]
-        if previous is not None and np.array_equal(inside, previous):
-            continue
         fault = _slab_fault(shape, offsets, ends, inside, dim + 1, [*low, a], [*size, b - a])
         if fault is not None:
             return fault
-        previous = inside
     return None
 
 
