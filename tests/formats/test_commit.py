@@ -2,6 +2,8 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -18,7 +20,7 @@ from shardkeep import (
 from shardkeep.formats.native import commit
 from shardkeep.formats.native.commit import Lease, keep_fresh, wait_visible
 from shardkeep.formats.native.names import lease_name, new_save_id
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.local import LocalStore, WriteFile
 
 
 def state(salt: int = 0) -> dict:
@@ -98,13 +100,24 @@ def test_a_commit_that_fails_leaves_what_there_was(tmp_path, overwrite):
             shardkeep.open(path)
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ESTALE])
+def test_only_where_there_are_no_links_a_create_renames(tmp_path, code):
+    """A rename would replace what another save has committed meanwhile."""
+    with pytest.raises(StorageError, match="committing") as caught:
+        save(tmp_path / "a", type("Store", (NoLinks,), {"code": code}))
+    assert caught.value.errno == code
+    assert not (tmp_path / "a" / "checkpoint.json").exists()
+
+
 def test_a_lease_whose_name_is_not_durable_is_none(tmp_path):
     class Failing(LocalStore):
         def sync_directory(self, name: str = "") -> None:
             raise OSError(errno.EIO, "broken")
 
-    with pytest.raises(StorageError):
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(StorageError) as caught:
         Lease(Failing(tmp_path), new_save_id())
+    assert len(os.listdir("/proc/self/fd")) == before, caught  # which holds what was not closed
     assert names(tmp_path) == []
 
 
@@ -131,6 +144,96 @@ def test_a_lease_is_touched_also_after_a_failure():
     stop = threading.Event()
     keep_fresh(File(), stop, 0.001)
     assert len(touched) == 2
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_lease_whose_file_is_closed_is_touched_no_more(tmp_path, committed):
+    """The number of its descriptor may be another file's by then."""
+    begun, go_on, done = threading.Event(), threading.Event(), []
+
+    class Touched(WriteFile):
+        def touch(self) -> None:
+            begun.set()
+            assert go_on.wait(10)
+            done.append("touched")
+
+        def close(self) -> None:
+            done.append("closed")
+            super().close()
+
+    class Store(LocalStore):
+        def create(self, name: str) -> WriteFile:
+            return Touched(super().create(name).detach(), self.root / name)
+
+    lease = Lease(Store(tmp_path), new_save_id(), touch_s=0.001)
+    assert begun.wait(10)
+    threading.Timer(0.2, go_on.set).start()
+    if committed:
+        lease.commit(b"record", overwrite=False, same=lambda found: False)
+        assert done[-2:] == ["touched", "closed"]
+        lease.release()
+    lease.release()
+    assert done[-2:] == ["touched", "closed"]
+    assert names(tmp_path) == (["checkpoint.json"] if committed else [])
+
+
+def test_a_save_that_was_given_up_for_dead_says_so(tmp_path):
+    path = tmp_path / "a"
+
+    class Collected(LocalStore):
+        def link(self, old: str, new: str) -> None:
+            shardkeep.gc(path, stale_s=0)
+            super().link(old, new)
+
+    with pytest.raises(StorageError, match="given up for dead and collected"):
+        save(path, Collected)
+    assert names(path) == []
+
+
+def test_a_lease_stays_fresh_while_the_program_ends(tmp_path):
+    """Saves that are under way then are finished, which may take long."""
+    program = """
+import atexit, os, sys, time
+from shardkeep.formats.native.commit import Lease
+from shardkeep.formats.native.names import new_save_id
+from shardkeep.stores.local import LocalStore, WriteFile
+
+def end():
+    os.utime(path, (0, 0))
+    time.sleep(0.3)
+    os.write(1, b"fresh" if os.stat(path).st_mtime else b"old")
+
+atexit.register(end)
+lease = Lease(LocalStore(sys.argv[1]), new_save_id(), touch_s=0.01)
+path = os.path.join(sys.argv[1], lease.name)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"fresh"
+
+
+# --- files that will not go at once
+
+
+class Busy(LocalStore):
+    """Its files are open elsewhere, for a while."""
+
+    left = 2
+
+    def unlink(self, name: str) -> None:
+        if Busy.left:
+            Busy.left -= 1
+            raise OSError(errno.EBUSY, "busy")
+        super().unlink(name)
+
+
+@pytest.mark.parametrize(("patience_s", "left"), [(30.0, []), (0.0, ["a", "b"])])
+def test_files_that_will_not_go_at_once_are_tried_again(tmp_path, monkeypatch, patience_s, left):
+    monkeypatch.setattr(Busy, "left", 2)
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"")
+    assert commit.unlink_all(Busy(tmp_path), ["a", "b", "gone"], patience_s) == left
+    assert names(tmp_path) == left
 
 
 # --- files that are seen late
@@ -232,6 +335,36 @@ def test_a_damaged_record_ends_a_collection(tmp_path):
     with pytest.raises(shardkeep.CorruptionError):
         shardkeep.gc(path, stale_s=0)
     assert (path / name).exists()
+
+
+def test_what_a_save_that_died_left_is_told_from_nothing(tmp_path):
+    (tmp_path / "data").mkdir()
+    with pytest.raises(CheckpointNotFoundError, match=r"it holds no checkpoint\.json"):
+        shardkeep.open(tmp_path)
+    (tmp_path / lease_name(new_save_id())).write_bytes(b"")
+    with pytest.raises(CheckpointNotFoundError, match=r"1 save\(s\) began there"):
+        shardkeep.open(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="there is no such directory"):
+        shardkeep.open(tmp_path / "none")
+
+
+def test_the_record_is_durable_before_what_it_does_not_name_goes(tmp_path):
+    """A save was killed after its commit: what it replaced is needed while that may be undone."""
+    path, done = tmp_path / "a", []
+    save(path, LocalStore)
+    name = leftover(path, new_save_id())
+
+    class Store(LocalStore):
+        def sync_directory(self, name: str = "") -> None:
+            done.append(f"sync {name}")
+            super().sync_directory(name)
+
+        def unlink(self, name: str) -> None:
+            done.append(f"unlink {name}")
+            super().unlink(name)
+
+    commit.collect_garbage(Store(path), stale_s=0)
+    assert [step for step in done if "gc-" not in step] == ["sync ", f"unlink {name}"]
 
 
 def test_a_dry_run_removes_nothing(tmp_path):

@@ -115,7 +115,6 @@ class Lease:
     def __init__(self, store: LocalStore, save_id: str, touch_s: float = TOUCH_S) -> None:
         """Create it exclusively and keep it fresh."""
         self._store = store
-        self.save_id = save_id
         self.name = lease_name(save_id)
         with storage_errors(f"creating {store.root / self.name}"):
             file = store.create(self.name)
