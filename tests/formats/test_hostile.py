@@ -27,7 +27,7 @@ from shardkeep import (
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native.header import Entry, header_room, read_header, write_header
 from shardkeep.formats.native.names import DIGESTS
-from shardkeep.formats.native.record import decode_record, encode_record
+from shardkeep.formats.native.record import decode_head, decode_record, encode_record
 from shardkeep.tree import Structure
 
 REFUSED = (FormatError, CorruptionError, UnsafeCheckpointError, UnsupportedValueError)
@@ -251,6 +251,8 @@ RECORD_CASES: list[tuple[str, object]] = [
     *(("save_id", wrong) for wrong in [*WRONG, "A" * 32, "0" * 31, "../" * 10 + "ab"]),
     *(("digests.block", wrong) for wrong in [*WRONG, 0, 1, 2048, 4097, 1 << 21, 2**62, 8192.0]),
     *(("digests.algorithm", wrong) for wrong in [*WRONG, "md5", "xxh3"]),
+    *(("user", wrong) for wrong in WRONG if wrong != {}),
+    *(("files.0.kept", wrong) for wrong in WRONG if wrong is not True),
     *(
         (key, wrong)
         for key in ("format", "digests", "index", "files.0")
@@ -585,6 +587,12 @@ def test_names(forge):
     # "a.also" and "a.tied" are equally long: the same name twice.
     forge.change(tensor__names=raw(names.replace(b"a.also", b"a.tied")))
     refused(forge.path)
+    # Longer than a name may be; that of a value is checked by the same.
+    start = forge.columns["tensor.name_start"]
+    more = 4097 - int(start[-1] - start[-2])
+    longer = at(start, len(start) - 1, int(start[-1]) + more)
+    forge.change(tensor__names=raw(names + b"x" * more), tensor__name_start=longer)
+    refused(forge.path)
     # A character cut in two by the offsets.
     forge.change(tensor__names=raw("é".encode() * (len(names) // 2) + b"x" * (len(names) % 2)))
     refused(forge.path)
@@ -779,6 +787,73 @@ def test_a_pickle_that_was_not_announced(forge):
     target = state()
     with pytest.raises(UnsafeCheckpointError):
         shardkeep.load(target, forge.path, no_dist=True)
+
+
+def test_values_in_a_file_that_has_none(forge):
+    row = forge.record.files[0]
+    forge.write_record(replace(forge.record, files=(replace(row, values=None, chunks=0),)))
+    with pytest.raises(FormatError, match="the index puts values there, the record does not"):
+        load_all(forge.path)
+    assert not verified(forge.path)
+
+
+def test_heads_of_records_are_refused_as_records_are(forge):
+    """A listing reads no more of them."""
+    good = (forge.path / "checkpoint.json").read_bytes()
+    head = decode_head(good, "here")
+    sizes = [row.size for row in (forge.record.index, *forge.record.files)]
+    assert (head.save_id, head.nbytes) == (forge.record.save_id, sum(sizes))
+    for body in BODIES.values():
+        with pytest.raises(REFUSED, match="here"):
+            decode_head(seal_record(body), "here")
+    for where, wrong in (("format.major", 2), ("requires", ["time-travel"]), ("files", 5)):
+        table = table_of(forge)
+        put(table, where, wrong)
+        with pytest.raises(FormatError, match="here"):
+            decode_head(seal_record(json.dumps(table).encode()[:-1]), "here")
+    with pytest.raises(CorruptionError, match="here"):
+        decode_head(good.replace(b"save_id", b"save_ID"), "here")
+
+
+def test_headers_of_data_files(forge):
+    """Digests fit, and still other tools would read something else than we do."""
+    row = forge.record.files[0]
+    data = (forge.path / row.name).read_bytes()[: row.payload]
+    length = int.from_bytes(data[:8], "little")
+    entries, metadata = read_header(data[: 8 + length], "", row.size)
+    name = next(iter(entries))
+    for found, what in (
+        ((0).to_bytes(8, "little") + data[8:], "claims a header of 0 bytes"),
+        ((1 << 62).to_bytes(8, "little") + data[8:], "claims a header of"),
+        (
+            write_header({("other" if k == name else k): e for k, e in entries.items()}, metadata,
+                         8 + length) + data[8 + length :],
+            "its header and the index disagree",
+        ),
+    ):  # fmt: skip
+        forge.write_record(replace(forge.record, files=(forge.seal(row, found),)))
+        problems = shardkeep.verify(forge.path).problems
+        assert [what in problem.text for problem in problems] == [True], problems
+
+
+def test_entries_of_a_kept_file_that_share_bytes(forge):
+    """A kept file may have more than is wanted of it, but nothing twice."""
+    row = replace(forge.record.files[0], kept=True)
+    data = (forge.path / row.name).read_bytes()[: row.payload]
+    length = int.from_bytes(data[:8], "little")
+    entries, metadata = read_header(data[: 8 + length], "", row.size)
+    forge.write_record(replace(forge.record, files=(row,)))
+    assert shardkeep.verify(forge.path).ok
+    for again in (True, False):
+        changed = dict(entries)
+        if again:
+            changed["again"] = next(iter(entries.values()))
+        header = write_header(changed, metadata, 8 + length)
+        sealed = forge.seal(row, header + data[8 + length :])
+        forge.write_record(replace(forge.record, files=(sealed,)))
+        problems = shardkeep.verify(forge.path).problems
+        found = ["its entries overlap, or leave holes" in problem.text for problem in problems]
+        assert found == [True] * again, problems
 
 
 def test_a_record_that_lies_about_chunks_and_ties(forge):

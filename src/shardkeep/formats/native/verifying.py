@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shardkeep.arrays import Bytes
-from shardkeep.boxes import tiled
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import BufferPool, checked_budget, io_threads
 from shardkeep.engine.digests import ContentDigests, algorithm
@@ -261,26 +259,12 @@ class _Check:
     # --- what lies where
 
     def _join_chunks(self) -> None:
-        """All chunk rows, checked to tile their tensors and to lie apart from each other."""
+        """All chunk rows, checked to lie apart from each other."""
         index, record = self._reader.index, self._reader.record
         try:
+            # Read, they are known to tile their tensors.
             chunks, _ = index.chunks_among(np.arange(len(index.tensors)))
             self._chunks = chunks
-            stored = index.tensors.alias_of < 0
-            fine = tiled(
-                index.tensors.shape_start,
-                index.tensors.shapes,
-                chunks.tensor,
-                chunks.boxes,
-                secrets.randbits(62),
-            )
-            for row in np.flatnonzero(~fine & stored).tolist():
-                name = index.tensors.names[row]
-                self._problem(
-                    Problem(
-                        record.index.name, f"the chunks of {name} do not tile it", None, (name,)
-                    )
-                )
             self._check_apart(chunks)
         except CheckpointError as error:
             self._problem(Problem(record.index.name, str(error)))
@@ -301,8 +285,7 @@ class _Check:
             self._problem(Problem(record.index.name, text, None, tuple(sorted(names))))
 
     def _rows_of(self, number: int) -> list[int]:
-        if self._chunks is None or self._chunks.file is None or number < 0:
-            return []
+        assert self._chunks is not None
         found = np.flatnonzero(self._chunks.file == number)
         assert self._chunks.start is not None
         return found[np.argsort(self._chunks.start[found], kind="stable")].tolist()  # type: ignore[no-any-return]
