@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hostile_pickles import call, glob, p4, u
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from shardkeep.errors import CheckpointError, CorruptionError, FormatError, Unsa
 from shardkeep.foreign import pickles
 from shardkeep.foreign.numpy_stand_ins import NumpyArray
 from shardkeep.foreign.stand_ins import Record, records
-from shardkeep.foreign.torch_stand_ins import TORCH, TorchSize
+from shardkeep.foreign.torch_stand_ins import TORCH, TorchDevice, TorchDType, TorchSize
 from shardkeep.values import same
 
 HERE = Path(__file__).parent
@@ -231,3 +232,93 @@ def test_many_calls_that_are_alike_count_one_by_one():
     few = pickles.Limits(containers=-len(data) // 8 + 500)
     with pytest.raises(UnsafeCheckpointError, match="far more objects"):
         pickles.load(data, where="a test", classes=TORCH, limits=few)
+
+
+# --- opcodes that nobody writes any more, and calls that nobody would write
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"(icollections\nOrderedDict\n.",
+        b"(ccollections\nOrderedDict\no.",
+        b"\x80\x04" + glob("collections", "OrderedDict") + b")}\x92.",
+        b"K\x05(0.",  # a mark is popped as if it were a value
+        b"S'it\\'s'\n.",
+        b'S"a\\x41"\n.',
+        b"(lp0\nI1\naI01\na.",
+        b"(dp0\nS'a'\nI1\ns.",
+        b"L12L\n.",
+    ],
+)
+def test_rare_opcodes_are_read_as_python_reads_them(data):
+    assert same(pickles.load(data, where="x"), pickle.loads(data))
+
+
+def test_a_text_of_python_2_that_is_none_stays_bytes():
+    assert pickles.load(b"U\x01\xff.", where="x") == b"\xff"
+    assert pickles.load(b"U\x02\xc3\xa9.", where="x") == "é"
+
+
+def test_a_class_fetched_by_its_long_number_is_called_the_same_way():
+    code = b"K\x05\x85\x94\x85\x94R\x94"
+    data = b"\x80\x04(" + SIZE + b"0" + (b"j\x00\x00\x00\x00" + code) * 2 + b"t."
+    sizes = pickles.load(data, where="x", classes=TORCH)
+    assert [tuple(size) for size in sizes] == [(5,), (5,)]
+
+
+def torch_call(name, *args):
+    module, _, cls = name.rpartition(".")
+    return p4(call(module, cls, *args))
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (b"h\x05.", "memo 5 was never put|not valid|list index"),
+        (b"S1\n.", "without quotes"),
+        (b"S'a\n.", "without quotes"),
+        (p4(b"K\x01Q"), "outside of itself"),
+        (p4(glob("collections", "OrderedDict") + b"]R"), "arguments are no tuple"),
+        (torch_call("torch.device", u("a b")), "a device of another kind"),
+        (torch_call("torch.device", u("x" * 41)), "a device of another kind"),
+        (torch_call("torch.device", u("cpu"), u("0")), "a device of another number"),
+        (torch_call("torch.Size", b"K\x01"), "a size of no numbers"),
+        (torch_call("torch.Size", b"(K\x01Nt"), "a size of no numbers"),
+        (torch_call("torch.Size", b"(\x88t"), "a size of no numbers"),
+        (torch_call("torch._utils._rebuild_parameter", b"N", b"\x88", b"N"), "no tensor"),
+        (
+            torch_call("torch._tensor._rebuild_from_type_v2", b"N", b"N", b")", b"N"),
+            "a tensor of no type",
+        ),
+        (
+            torch_call(
+                "torch._tensor._rebuild_from_type_v2",
+                glob("torch", "Size"),
+                glob("torch", "Tensor"),
+                b")",
+                b"N",
+            ),
+            "a tensor made by torch.Size|needs torch",
+        ),
+    ],
+)
+def test_calls_that_make_no_sense_are_refused(data, what):
+    with pytest.raises((FormatError, UnsafeCheckpointError), match=what):
+        pickles.load(data, where="x", classes=TORCH)
+
+
+def test_what_stands_for_torchs_plain_types_is_compared_with_them():
+    import torch
+
+    device = pickles.load(torch_call("torch.device", u("cuda"), b"K\x01"), where="x", classes=TORCH)
+    assert (str(device), repr(device)) == ("cuda:1", "device('cuda:1')")
+    assert device == torch.device("cuda", 1)
+    assert device != torch.device("cuda", 0)
+    assert device != "cuda:1"
+    assert len({device, TorchDevice("cuda", 1), TorchDevice("cpu")}) == 2
+    dtype = TorchDType("float32")
+    assert dtype == torch.float32
+    assert dtype != torch.float64
+    assert dtype != "torch.float32"
+    assert (repr(dtype), len({dtype, TorchDType("float32")})) == ("torch.float32", 1)
