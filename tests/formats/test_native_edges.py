@@ -1,6 +1,7 @@
 """The native format where something is refused, or is replaced while it is looked at."""
 
 import errno
+import json
 import math
 import os
 from dataclasses import replace
@@ -23,6 +24,7 @@ from shardkeep import (
 )
 from shardkeep.formats.native import commit
 from shardkeep.formats.native.copying import copy_checkpoint
+from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.names import lease_name, new_save_id
 from shardkeep.formats.native.record import (
     MAX_DEPTH,
@@ -30,6 +32,7 @@ from shardkeep.formats.native.record import (
     decode_record,
     encode_record,
 )
+from shardkeep.formats.native.verifying import verify_checkpoint
 from shardkeep.planner import Place
 from shardkeep.stores.local import LocalStore
 
@@ -368,3 +371,51 @@ def test_a_directory_that_goes_before_the_lease_is_made_again(tmp_path):
         shardkeep.save({"w": np.arange(3)}, tmp_path / "a", storage_writer=writer, no_dist=True,
                        overwrite=True)  # fmt: skip
     assert caught.value.errno
+
+
+# --- several files of one rank
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_chunks_go_to_their_file_however_they_lie_in_memory(tmp_path, contiguous):
+    """What lies in rows is taken from memory as it is, other arrays are copied piece by piece."""
+    numbers = np.arange(24 * 256 * 256, dtype=np.float64).reshape(24, 256, 256)
+    state = {f"w{n:02}": part if contiguous else part.T for n, part in enumerate(numbers)}
+    limits = Limits(payload=6 << 20, least=1, together=1)
+    writer = NativeWriter(limits=limits, memory_budget=16 << 20)
+    shardkeep.save(state, tmp_path / "a", storage_writer=writer, no_dist=True)
+    assert len(record_of(tmp_path / "a").files) >= 2
+    assert verify_checkpoint(tmp_path / "a", memory_budget=16 << 20).ok
+    with shardkeep.open(tmp_path / "a") as ckpt:
+        found = ckpt.state_dict()
+    for name, array in state.items():
+        assert np.array_equal(found[name], array), name
+
+
+# --- what is told
+
+
+def test_a_record_asks_no_more_of_readers_than_it_needs(tmp_path):
+    for name, options, minor in (("a", {}, 0), ("b", {"user_metadata": {"x": 1}}, 1)):
+        save(tmp_path / name, allow_pickle=True, **options)
+        table = json.loads((tmp_path / name / "checkpoint.json").read_bytes())
+        assert table["format"] == {"major": 1, "minor": minor}
+        assert table["requires"] == []
+        assert not any(row.kept for row in record_of(tmp_path / name).files)
+    state = {"w": np.arange(200_000), "n": 1}
+    shardkeep.save(state, tmp_path / "base", no_dist=True)
+    shardkeep.save(state, tmp_path / "c", base=tmp_path / "base", no_dist=True)
+    table = json.loads((tmp_path / "c" / "checkpoint.json").read_bytes())
+    assert table["format"] == {"major": 1, "minor": 1}
+    assert [row.kept for row in record_of(tmp_path / "c").files] == [False, True]
+
+
+def test_verify_tells_what_it_has_read(tmp_path):
+    saved = save(tmp_path / "a")
+    record, told, planned = record_of(tmp_path / "a"), [], []
+    report = verify_checkpoint(tmp_path / "a", progress=told.append, planned=planned.append)
+    total = sum(row.size for row in (record.index, *record.files))
+    assert report.ok
+    assert report.digest == saved.digest
+    assert report.files == 2 + len(record.files)
+    assert report.nbytes == sum(told) == sum(planned) == total
