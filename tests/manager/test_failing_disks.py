@@ -1,0 +1,222 @@
+"""Steps on disks that fail while something is removed, pinned or brought: nothing more is lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+from runs import fill, is_state
+
+import shardkeep
+from shardkeep.formats.native.commit import read_record
+from shardkeep.formats.native.copying import copy_checkpoint
+from shardkeep.manager.cleaning import Cleaned, joined_cleaned
+from shardkeep.manager.pins import FOLDER, Pins
+from shardkeep.manager.publishing import _replace
+from shardkeep.manager.removal import remove_steps, remove_tree
+from shardkeep.stores.local import LocalStore
+
+
+def failing(*calls, code=errno.EIO, when=lambda name: True):
+    """A store some of whose calls fail."""
+
+    def method(call):
+        def fail(self, name="", *args, **options):
+            if when(str(name)):
+                raise OSError(code, os.strerror(code))
+            return getattr(LocalStore, call)(self, name, *args, **options)
+
+        return fail
+
+    return type("Failing", (LocalStore,), {call: method(call) for call in calls})
+
+
+@pytest.fixture
+def run(tmp_path):
+    root = tmp_path / "run"
+    root.mkdir()
+    fill(root, [1, 2])
+    return root
+
+
+def whole(root, step):
+    with shardkeep.open(root / f"step-{step}") as found:
+        return is_state(found.state_dict(), step)
+
+
+# --- removal
+
+
+def test_a_step_that_cannot_be_moved_away_stays_whole(run):
+    store = failing("rename", when=lambda name: name == "step-1")(run)
+    done = remove_steps(store, Pins(store), ["step-1", "step-2", "step-3"])
+    assert (done.failed, done.removed) == (("step-1",), ("step-2",))
+    assert whole(run, 1)
+    assert os.listdir(run) == ["step-1"]
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_step_that_is_pinned_while_it_goes(run, comes_back):
+    """It gets its name again; where that fails it goes, as it would have without the pin."""
+    reader = Pins(LocalStore(run))
+
+    class Store(LocalStore):
+        def rename(self, old, new):
+            if new == "step-1" and not comes_back:
+                raise OSError(errno.EIO, "broken")
+            super().rename(old, new)
+            if old == "step-1":
+                reader.hold("step-1")
+
+    store = Store(run)
+    done = remove_steps(store, Pins(store), ["step-1"])
+    assert bool(done.pinned) is comes_back
+    assert bool(done.removed) is not comes_back
+    assert (run / "step-1").exists() is comes_back
+    assert not comes_back or whole(run, 1)
+
+
+def test_a_pinned_step_does_not_take_the_place_of_a_newer_one(run):
+    """Somebody has saved a step of that name meanwhile."""
+    reader = Pins(LocalStore(run))
+
+    class Store(LocalStore):
+        def rename(self, old, new):
+            super().rename(old, new)
+            if old == "step-1":
+                fill(run, [1])
+                reader.hold("step-1")
+
+    store = Store(run)
+    done = remove_steps(store, Pins(store), ["step-1"])
+    assert done.pinned == ()
+    assert whole(run, 1)
+    assert sorted(os.listdir(run)) == [".shardkeep", "step-1", "step-2"]
+
+
+@pytest.mark.parametrize("call", ["is_directory", "list"])
+def test_what_cannot_be_looked_at_is_not_removed(run, call):
+    store = failing(call, when=lambda name: name == "step-1")(run)
+    assert remove_tree(store, "step-1") == (0, False)
+    assert whole(run, 1)
+
+
+@pytest.mark.parametrize("call", ["unlink", "stat"])
+def test_the_rest_goes_though_a_file_will_not(run, call):
+    data = sorted(os.listdir(run / "step-1/data"))
+    store = failing(call, when=lambda name: name.endswith(data[0]))(run)
+    nbytes, gone = remove_tree(store, "step-1")
+    assert (nbytes > 0, gone) == (True, False)
+    assert os.listdir(run / "step-1") == ["data"]
+    assert os.listdir(run / "step-1/data") == data[:1]
+    assert remove_tree(LocalStore(run), "step-1")[1]
+    assert os.listdir(run) == ["step-2"]
+
+
+def test_a_directory_that_will_not_go(run):
+    store = failing("remove_directory", code=errno.EBUSY, when=lambda name: name == "step-1")(run)
+    assert remove_tree(store, "step-1")[1] is False
+    assert os.listdir(run / "step-1") == []
+
+
+def test_others_may_remove_the_same(run):
+    class Racing(LocalStore):
+        def stat(self, name):
+            (run / name).unlink()
+            return super().stat(name)
+
+        def remove_directory(self, name):
+            super().remove_directory(name)
+            super().remove_directory(name)
+
+    assert remove_tree(Racing(run), "step-1") == (0, True)
+    assert os.listdir(run) == ["step-2"]
+    assert remove_tree(LocalStore(run), "step-1") == (0, True)
+
+
+# --- pins
+
+
+def test_who_may_not_write_reads_without_a_pin_and_is_told_once(run, caplog):
+    pins = Pins(failing("create", code=errno.EROFS)(run))
+    assert pins.take("step-1") is None
+    assert pins.take("step-2") is None
+    assert [r.levelname for r in caplog.records if "cannot be pinned" in r.message] == ["WARNING"]
+
+
+def test_a_pin_that_is_not_durable_is_none(run):
+    class Failing(LocalStore):
+        def create(self, name):
+            file = super().create(name)
+            unwritable = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(unwritable, file.fd)
+            os.close(unwritable)
+            return file
+
+    pins = Pins(Failing(run))
+    with pytest.raises(shardkeep.StorageError):
+        pins.hold("step-1")
+    assert os.listdir(run / FOLDER) == []
+    assert Pins(LocalStore(run)).held() == {}
+
+
+def test_a_pin_whose_age_cannot_be_told_holds(run):
+    Pins(LocalStore(run)).hold("step-1")
+    pin = Pins(LocalStore(run)).take("step-2")
+    store = failing("stat", code=errno.EACCES, when=lambda name: FOLDER in name)(run)
+    assert set(Pins(store, stale_s=0.0, touch_s=1.0).held()) == {"step-1", "step-2"}
+    pin.release()
+
+
+# --- copies that replace a step
+
+
+@pytest.fixture
+def brought(run, tmp_path):
+    """A copy of step 2 that is to come where step 1 is."""
+    source, inside = LocalStore(run / "step-2"), LocalStore(tmp_path / "copy")
+    save_id = read_record(source).save_id
+    return inside, copy_checkpoint(source, inside, save_id=save_id)
+
+
+@pytest.mark.parametrize("call", ["link_from", "rename", "sync_directory"])
+def test_a_copy_that_cannot_come_leaves_what_is_there(run, brought, call):
+    inside, done = brought
+    before = sorted(os.listdir(run / "step-1/data"))
+    calls = {"link_from": ["link_from"], "rename": ["rename"], "sync_directory": []}[call]
+    made = failing(*calls)
+
+    class Store(made):
+        def sync_directory(self, name=""):
+            if call == "sync_directory" and name == "data":
+                raise OSError(errno.EIO, "broken")
+            super().sync_directory(name)
+
+    with pytest.raises((OSError, shardkeep.CheckpointError)):
+        _replace(inside, Store(run / "step-1"), done)
+    assert whole(run, 1)
+    assert sorted(os.listdir(run / "step-1/data")) == before
+    assert sorted(os.listdir(run / "step-1")) == ["checkpoint.json", "data"]
+
+
+def test_a_copy_replaces_another_save_a_damaged_one_and_not_itself(run, brought):
+    inside, done = brought
+    there = LocalStore(run / "step-1")
+    _replace(inside, there, done)
+    with shardkeep.open(run / "step-1") as found:
+        assert is_state(found.state_dict(), 2)
+    files = sorted(os.listdir(run / "step-1/data"))
+    _replace(inside, there, done)
+    assert sorted(os.listdir(run / "step-1/data")) == files
+    record = run / "step-1/checkpoint.json"
+    record.write_bytes(record.read_bytes()[:-30])
+    _replace(inside, there, done)
+    assert shardkeep.verify(run / "step-1").ok
+
+
+def test_cleanings_of_two_tiers_are_told_as_one():
+    fast = Cleaned(("a",), 3, ("b",), ("c: no",)).under("/fast")
+    assert fast == Cleaned(("/fast/a",), 3, ("/fast/b",), ("/fast/c: no",))
+    both = joined_cleaned([Cleaned(("d",), 4), fast])
+    assert both == Cleaned(("d", "/fast/a"), 7, ("/fast/b",), ("/fast/c: no",))
