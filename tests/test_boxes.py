@@ -274,7 +274,9 @@ def test_weights_are_those_of_splitmix64():
 
 def test_weights_are_others_for_every_seed_and_dimension():
     square = Boxes.of([ChunkStorageMetadata((0, 2), (2, 4)), ChunkStorageMetadata((2, 0), (4, 2))])
-    seen = {tuple(measure) for seed in range(4) for measure in boxes._measures(square, seed)}
+    seen = {
+        tuple(measure) for seed in (0, 1, 2**40, 2**61) for measure in boxes._measures(square, seed)
+    }
     assert len({number for pair in seen for number in pair}) == 16
 
 
