@@ -109,6 +109,28 @@ def test_only_where_there_are_no_links_a_create_renames(tmp_path, code):
     assert not (tmp_path / "a" / "checkpoint.json").exists()
 
 
+@pytest.mark.parametrize("code", [errno.EIO, errno.EEXIST, errno.ENOENT])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_failed_after_it_succeeded_is_one(tmp_path, overwrite, code):
+    """A network file system repeats a request that was done already."""
+    path = tmp_path / "a"
+    if overwrite:
+        save(path, LocalStore, 3)
+
+    class Repeated(LocalStore):
+        def link(self, old: str, new: str) -> None:
+            super().link(old, new)
+            raise OSError(code, os.strerror(code))
+
+        def rename(self, old: str, new: str) -> None:
+            super().rename(old, new)
+            raise OSError(code, os.strerror(code))
+
+    save(path, Repeated, 5, overwrite=overwrite)
+    assert holds(path) == 5
+    assert names(path) == ["checkpoint.json"]
+
+
 def test_a_lease_whose_name_is_not_durable_is_none(tmp_path):
     class Failing(LocalStore):
         def sync_directory(self, name: str = "") -> None:
@@ -365,6 +387,24 @@ def test_the_record_is_durable_before_what_it_does_not_name_goes(tmp_path):
 
     commit.collect_garbage(Store(path), stale_s=0)
     assert [step for step in done if "gc-" not in step] == ["sync ", f"unlink {name}"]
+
+
+def test_what_a_killed_collection_left_goes_when_it_is_old(tmp_path):
+    path = tmp_path / "a"
+    save(path, LocalStore)
+    probe = path / "gc-0123456789abcdef.tmp"
+    probe.write_bytes(b"xy")
+    assert shardkeep.gc(path).removed == ()
+    os.utime(probe, (0, 0))
+    result = shardkeep.gc(path)
+    assert (result.removed, result.nbytes, result.live) == ((probe.name,), 2, ())
+    assert names(path) == ["checkpoint.json"]
+
+
+def test_a_directory_with_nothing_of_ours_is_not_touched(tmp_path):
+    before = tmp_path.stat().st_mtime_ns
+    assert shardkeep.gc(tmp_path) == commit.GcResult((), 0, ())
+    assert tmp_path.stat().st_mtime_ns == before
 
 
 def test_a_dry_run_removes_nothing(tmp_path):
