@@ -383,6 +383,54 @@ def test_where_directories_cannot_change_places(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
+class Forgetful(LocalStore):
+    """Directories change places, and then something fails: nobody knows if that will last."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.is_sick = False
+
+    def exchange(self, one, other):
+        super().exchange(one, other)
+        self.is_sick = other == "x"
+
+    def sync_directory(self, name=""):
+        if self.is_sick:
+            raise OSError(5, "Input/output error")
+        super().sync_directory(name)
+
+
+class Unsure(LocalStore):
+    """The same, and neither is it said that they did."""
+
+    def exchange(self, one, other):
+        super().exchange(one, other)
+        if other == "x":
+            raise OSError(116, "Stale file handle")
+
+
+@pytest.mark.parametrize("kind", [Forgetful, Unsure])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_was_replaced_is_kept_until_that_lasts(tmp_path, caplog, monkeypatch, kind, world):
+    if kind is Unsure:  # nor can it be found out
+        monkeypatch.setattr(building.Building, "is_there", lambda self: False)
+    path = tmp_path / "x"
+    export(path, {"a": A})
+    (path / "config.json").write_text("mine")
+    with pytest.raises(StorageError):
+        export(path, {"a": A + 1}, world, overwrite=True, open_store=kind)
+    (aside,) = tmp_path.glob(".x.*.partial")
+    there = [read(path)["a"].tobytes(), read(aside)["a"].tobytes()]
+    assert there == [(A + 1).tobytes(), A.tobytes()]
+    assert str(aside) in caplog.text
+    # Once it lasts, and is old, it goes.
+    for entry in (*aside.iterdir(), aside):
+        os.utime(entry, (1, 1))
+    export(path, {"a": A + 2}, overwrite=True)
+    assert os.listdir(tmp_path) == ["x"]
+    assert (path / "config.json").read_text() == "mine"
+
+
 def test_what_killed_saves_left_goes_after_a_while(tmp_path):
     old, new = tmp_path / ".x.0123.partial", tmp_path / ".x.4567.partial"
     other = tmp_path / ".y.0123.partial"

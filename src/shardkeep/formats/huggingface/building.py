@@ -2,8 +2,8 @@
 """A directory built beside the place it is for, and put there in one move, whole.
 
 Where there is nothing yet, it is renamed; where there is a directory, the two change places, and
-what was there goes. Files of that directory that are no weights of this model (`config.json`, the
-tokenizer) go along into the new one.
+what was there goes, once that is durable. Files of that directory that are no weights of this model
+(`config.json`, the tokenizer) go along into the new one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Building:
         self._identity: tuple[int, int] | None = None
         self.committed = False
         """Whether it is in place."""
-        self._keep = False
+        self._durable = False
 
     def _front(self) -> str:
         # File systems count bytes, and letters may have four.
@@ -151,7 +151,7 @@ class Building:
             for name in self._store.list():
                 if name.startswith(before) and name.endswith(after) and name != self.name:
                     path = self._store.root / name
-                    newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+                    newest = max(entry.lstat().st_mtime for entry in (path, *path.iterdir()))
                     if now - newest > STALE_S:
                         log.info("removing %s, which a save left that was killed", path)
                         shutil.rmtree(path, ignore_errors=True)
@@ -236,6 +236,7 @@ class Building:
             if filled:
                 self._bring_over()
             self._store.sync_directory("")
+            self._durable = True
 
     def is_there(self) -> bool:
         """Whether the directory that was built is the one in place."""
@@ -262,21 +263,41 @@ class Building:
 
     def _bring_over(self) -> None:
         """What others put into the directory after it was looked at for the last time."""
-        self._keep = True
+        moved = False
         for entry in sorted(os.listdir(self.path)):
             if self._is_weights(entry):
                 continue
             old, new = self.path / entry, self.target / entry
             if not os.path.lexists(new) or os.lstat(old).st_mtime_ns > os.lstat(new).st_mtime_ns:
                 os.rename(old, new)
-        self._keep = False
+                moved = True
+        if moved:
+            self._store.sync_directory(self.target.name)
 
     def discard(self) -> None:
         """Remove what is under the name of the directory that was built: that, or what it replaced.
 
-        Never raises.
+        Not what it replaced, if a crash might still bring that back: without its files it would be
+        neither. The next export removes it, once it is durable that it was replaced. Never raises.
         """
-        if self._keep:
-            log.warning("%s holds files that belong into %s", self.path, self.target)
+        if not self._durable and self._holds_replaced():
+            log.warning(
+                "%s holds what was in %s until now; it is not known whether what took its place "
+                "would survive a crash",
+                self.path,
+                self.target,
+            )
             return
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _holds_replaced(self) -> bool:
+        """Whether the directory under that name may be another than the one that was built."""
+        if self._identity is None:
+            return False  # there is none yet
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._identity
