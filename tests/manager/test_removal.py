@@ -259,3 +259,30 @@ def test_readers_and_removers_that_race_never_lose(tmp_path):
     assert errors == []
     assert read
     assert check_whole(tmp_path) == [11]
+
+
+class AskedTwice(LocalStore):
+    """A network file system that moves a directory, is asked again, and says there is none."""
+
+    def rename(self, old, new):
+        super().rename(old, new)
+        raise FileNotFoundError(2, "No such file or directory")
+
+
+def test_a_step_that_moved_though_it_was_not_said(tmp_path):
+    fill(tmp_path, [1, 2])
+    store = AskedTwice(tmp_path)
+    assert remove_steps(store, Pins(store), ["step-1"]).removed == ("step-1",)
+    assert check_whole(tmp_path) == [2]
+    assert not catalog_of(tmp_path).look().leaving
+
+
+def test_a_pinned_step_that_moved_back_though_it_was_not_said(tmp_path):
+    fill(tmp_path, [1, 2])
+    store = AskedTwice(tmp_path)
+    pins = Pins(store)
+    held = iter([{}, {"step-1": ()}])  # pinned between the first look and the move
+    pins.held = lambda: next(held)
+    done = remove_steps(store, pins, ["step-1"])
+    assert (done.pinned, done.removed) == (("step-1",), ())
+    assert check_whole(tmp_path) == [1, 2]

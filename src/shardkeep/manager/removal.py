@@ -142,7 +142,12 @@ def refuse_replacing(catalog: Catalog, pins: Pins, step: int, *, replace: bool) 
 
 def _move_away(store: LocalStore, name: str) -> str:
     leaving = leaving_name(name, secrets.token_hex(8))
-    store.rename(name, leaving)
+    try:
+        store.rename(name, leaving)
+    except FileNotFoundError:
+        # A network file system that was asked twice says so too, though it did move.
+        if not store.is_directory(leaving):
+            raise
     return leaving
 
 
@@ -152,10 +157,13 @@ def _move_back(store: LocalStore, leaving: str, name: str) -> bool:
         if store.is_directory(name):
             return False
         store.rename(leaving, name)
-        store.sync_directory()
     except OSError as error:
+        if store.is_directory(name) and not store.is_directory(leaving):
+            return True  # it did move, and was asked twice
         log.warning("%s is pinned, but is being removed: %s", store.root / name, error)
         return False
+    with storage_errors(f"syncing {store.root}"):
+        store.sync_directory()
     return True
 
 
