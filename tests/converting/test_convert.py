@@ -1,5 +1,6 @@
 """`convert`: whole or absent, whatever happens, and what it makes is what was asked for."""
 
+import contextlib
 import errno
 import os
 import signal
@@ -23,6 +24,7 @@ from shardkeep.converting import driver
 from shardkeep.converting.target import TARGETS
 from shardkeep.converting.workplace import Workplace
 from shardkeep.foreign.layout import Elements, Late, Literal, OutFile
+from shardkeep.testing.system_calls import intercepted
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals, flock")
 
@@ -525,6 +527,173 @@ def test_what_was_taken_away_is_put_back(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError):
         shardkeep.convert(tmp_path / "source-2", made, overwrite=True, progress=stop)
     assert (shardkeep.open(made)["x"][:] == 1).all()
+
+
+@contextlib.contextmanager
+def exchanges(possible):
+    """Whether two directories can change places."""
+
+    def handler(call):
+        if call.name == "exchange_names" and not possible:
+            raise OSError(errno.EINVAL, "directories cannot change places")
+        return call.make()
+
+    with intercepted(handler):
+        yield
+
+
+@pytest.fixture
+def replaced(tmp_path):
+    """A checkpoint of ones, and another of twos that is to replace it."""
+    for number in (1, 2):
+        shardkeep.save({"x": np.full(50, number)}, tmp_path / f"source-{number}", no_dist=True)
+    shardkeep.convert(tmp_path / "source-1", tmp_path / "made")
+    return tmp_path / "made"
+
+
+def number_at(path):
+    with shardkeep.open(path) as checkpoint:
+        return int(checkpoint["x"][0])
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_was_replaced_is_kept_until_that_lasts(replaced, tmp_path, caplog, exchange):
+    """The result is in its place, and nobody knows for how long: then there must be the other."""
+    folder = tmp_path / "made.converting"
+    moved = []
+
+    def handler(call):
+        if call.name == "fsync" and call.path() == tmp_path and number_at(replaced) == 2:
+            moved.append(1)
+            raise OSError(errno.EIO, "the disk is sick")
+        if call.name == "exchange_names" and not exchange:
+            raise OSError(errno.EINVAL, "directories cannot change places")
+        return call.make()
+
+    with intercepted(handler), pytest.raises(shardkeep.StorageError, match="is sick"):
+        shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+    assert moved
+    aside = folder / ("made" if exchange else "replaced")
+    assert (number_at(replaced), number_at(aside)) == (2, 1)
+    assert str(aside) in caplog.text
+    shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+    assert number_at(replaced) == 2
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "moves"),
+    [
+        (True, ["done exchange_names"]),
+        (False, ["done rename"]),
+        (False, ["rename made"]),
+        (False, ["rename made", "rename replaced"]),
+    ],
+)
+def test_moves_that_fail_or_say_so(replaced, tmp_path, exchange, moves):
+    """Whatever is said: the old one is there, or the new one, or the next convert finds it."""
+    folder, failed = tmp_path / "made.converting", []
+
+    def handler(call):
+        what = call.name
+        if what == "exchange_names" and not exchange:
+            raise OSError(errno.EINVAL, "directories cannot change places")
+        if what in ("rename", "exchange_names"):
+            done = f"done {what}" in moves and call.path() == (
+                folder / "made" if exchange else replaced
+            )
+            if done:
+                call.make()
+            is_second = not replaced.exists() and f"rename {call.path().name}" in moves
+            if done or is_second:
+                failed.append(what)
+                raise OSError(errno.ENOENT, "asked twice")
+        return call.make()
+
+    with intercepted(handler), contextlib.suppress(shardkeep.StorageError):
+        shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+    assert len(failed) == len(moves)
+    if "rename replaced" in moves:
+        assert number_at(folder / "replaced") == 1
+
+        def stop(done, total):
+            assert number_at(replaced) == 1
+            raise RuntimeError
+
+        with pytest.raises(RuntimeError):
+            shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True, progress=stop)
+    assert number_at(replaced) == (1 if "rename made" in moves else 2)
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+def test_what_cannot_be_put_back_stays_where_it_is(replaced, tmp_path):
+    folder = tmp_path / "made.converting"
+    folder.mkdir()
+    replaced.rename(folder / "replaced")
+    for calls in (["rename"], ["fsync"]):
+
+        def handler(call, calls=calls):
+            if (
+                call.name in calls
+                and folder.exists()
+                and call.path() in (folder / "replaced", tmp_path)
+            ):
+                raise OSError(errno.EACCES, "it is not allowed")
+            return call.make()
+
+        with intercepted(handler), pytest.raises(shardkeep.StorageError, match="not allowed"):
+            shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+        assert folder.exists()
+        assert number_at(folder / "replaced" if calls == ["rename"] else replaced) == 1
+    shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+    assert number_at(replaced) == 2
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+def test_onto_itself_after_it_was_taken_away(replaced, tmp_path):
+    """A convert onto its own source was killed when there was neither, and is gone on with."""
+    folder = tmp_path / "made.converting"
+    folder.mkdir()
+    replaced.rename(folder / "replaced")
+    shardkeep.convert(replaced, replaced, overwrite=True)
+    assert number_at(replaced) == 1
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+def test_killed_where_directories_cannot_change_places(replaced, tmp_path, monkeypatch):
+    """What it replaced is still here, and in the way of the next."""
+    with monkeypatch.context() as killed, exchanges(False):
+        killed.setattr(Workplace, "__exit__", lambda self, *_: os.close(self._journal))
+        shardkeep.convert(tmp_path / "source-2", replaced, overwrite=True)
+    assert number_at(tmp_path / "made.converting" / "replaced") == 1
+    with exchanges(False):
+        shardkeep.convert(tmp_path / "source-1", replaced, overwrite=True)
+    assert number_at(replaced) == 1
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
+def test_a_folder_of_somebody_else_is_not_built_in(source, tmp_path):
+    other = tmp_path / "made.converting"
+    shardkeep.save({"x": np.ones(3)}, other, no_dist=True)
+    (tmp_path / "more.converting" / "made").mkdir(parents=True)
+    (tmp_path / "more.converting" / "thesis.txt").write_text("mine")
+    for name in ("made", "more"):
+        with pytest.raises(shardkeep.CheckpointExistsError, match="holds other things"):
+            shardkeep.convert(source, tmp_path / name)
+    assert shardkeep.verify(other).ok
+    assert left_in(tmp_path / "more.converting") == ["made", "thesis.txt"]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_file_takes_the_place_of_a_directory(replaced, tmp_path, exchange):
+    made = replaced.rename(tmp_path / "made.pt")
+    with exchanges(exchange):
+        shardkeep.convert(tmp_path / "source-2", made, to="torch-save", overwrite=True)
+        assert made.is_file()
+        assert number_at(made) == 2
+        shardkeep.convert(tmp_path / "source-1", made, overwrite=True)
+        assert number_at(made) == 1
+    assert left_in(tmp_path) == ["made.pt", "source-1", "source-2"]
 
 
 @pytest.mark.usefixtures("toy")

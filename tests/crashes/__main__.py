@@ -1,6 +1,7 @@
 """`python -m tests.crashes`: what tries to break the promises, at length and counted.
 
-`replay` is the crash machine, `faults` the disk that fails, `neighbours` two at one place, `kill`
+`replay` is the crash machine, `faults` the disk that fails, `aftermath` one after the other,
+`neighbours` two at one place, `kill`
 real processes killed, `soak` anything in any order. Without a name all of them run.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
+import aftermath  # noqa: E402
 import faults  # noqa: E402
 import kills  # noqa: E402
 import machine  # noqa: E402
@@ -63,6 +65,21 @@ def fail(given):
     return len(problems)
 
 
+def fail_and_crash(given):
+    """The disk that fails, and then the plug."""
+    total, problems, known = Counter(), [], scenarios()
+    for name in given.only or known:
+        with machine.scratch_folder() as folder:
+            counts = aftermath.sweep(
+                known[name], folder, machine.BRIEF, count=given.count, seed=given.seed,
+                on_problem=lambda problem: (problems.append(problem), print(problem, flush=True)),
+            )  # fmt: skip
+        total.update(counts)
+        line(name, **counts)
+    line("aftermath", **total, violations=len(problems))
+    return len(problems)
+
+
 def neighbours(given):
     """Two at one place."""
     total = 0
@@ -97,8 +114,8 @@ def endure(given):
     return 0
 
 
-COMMANDS = {"replay": replay, "faults": fail, "neighbours": neighbours, "kill": kill,
-            "soak": endure}  # fmt: skip
+COMMANDS = {"replay": replay, "faults": fail, "aftermath": fail_and_crash,
+            "neighbours": neighbours, "kill": kill, "soak": endure}  # fmt: skip
 
 
 def main():

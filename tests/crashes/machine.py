@@ -38,6 +38,7 @@ class Effort:
 
 
 SHORT = Effort(samples=1, positions=10, every=6)
+BRIEF = Effort(samples=1, positions=12)
 LONG = Effort(samples=4, pairs=True, exhaustive=7)
 
 

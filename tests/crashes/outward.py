@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ from generations import ABSENT, OPTIONS, allowed, weights, weights_at
 from machine import Scenario
 
 import shardkeep
+import shardkeep.converting.workplace as workplace
 import shardkeep.foreign.writing as writing
 
 CONFIG = b'{"model_type": "toy"}'
@@ -52,8 +54,10 @@ class Export(Scenario):
         assert found in may_be, f"found {found}, promised {may_be}"
 
     def assert_clean(self, base, found, error):
-        if (base / "out").is_dir():
-            assert set(os.listdir(base / "out")) <= {"model"}
+        for name in set(os.listdir(base / "out")) - {"model"} if (base / "out").is_dir() else ():
+            # What was replaced, as long as a crash might bring it back.
+            assert error is not None
+            assert weights_at(base / "out" / name) == self.first != ABSENT
 
     def recover(self, base, found, number):
         if number % 3 == 0:
@@ -73,9 +77,9 @@ def source(generation):
 class Conversion(Scenario):
     """A checkpoint is converted to a place where another may be."""
 
-    def __init__(self, name, to, first=ABSENT, resumed=False, **options):
+    def __init__(self, name, to, first=ABSENT, resumed=False, exchange=True, **options):
         self.name, self.to, self.first, self.options = name, to, first, options
-        self.resumed = resumed
+        self.resumed, self.exchange = resumed, exchange
 
     def place(self, base):
         return base / ("out.pt" if self.to == "torch-save" else "out")
@@ -92,6 +96,9 @@ class Conversion(Scenario):
         small = contextlib.ExitStack()
         small.enter_context(mock.patch.object(writing, "WINDOW", 4096))
         small.enter_context(mock.patch.object(writing, "NOTE_EVERY", 8192))
+        if not self.exchange:
+            never = OSError(errno.EINVAL, "directories cannot change places")
+            small.enter_context(mock.patch.object(workplace, "exchange_names", side_effect=never))
         return small
 
     def prepare(self, base):
@@ -115,7 +122,14 @@ class Conversion(Scenario):
         mark("return 2")
 
     def look(self, base):
-        return weights_at(self.place(base))
+        found = weights_at(self.place(base))
+        if not self.exchange and found == ABSENT:
+            # For a moment there is neither; what comes next puts it back.
+            found = weights_at(self.folder(base) / "replaced")
+        return found
+
+    def folder(self, base):
+        return base / (self.place(base).name + ".converting")
 
     def judge(self, found, marks):
         may_be = allowed(marks, self.first)
@@ -123,7 +137,12 @@ class Conversion(Scenario):
 
     def assert_clean(self, base, found, error):
         kept = self.resumed or getattr(error, "transient", False)  # to be gone on with
-        assert set(os.listdir(base)) <= {self.place(base).name} or kept
+        if set(os.listdir(base)) <= {self.place(base).name} or kept:
+            return
+        # What was replaced, as long as a crash might bring it back.
+        there = [weights_at(self.folder(base) / name) for name in ("made", "replaced")]
+        assert error is not None
+        assert self.first in there
 
     def recover(self, base, found, number):
         generation = 2 + number % 2  # the same again, or another one

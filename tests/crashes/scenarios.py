@@ -76,6 +76,7 @@ def scenarios():
         Conversion("convert to native, begun anew", "native", resumed="other", **shards),
         Conversion("convert to hf", "hf", **shards),
         Conversion("convert over hf", "hf", first=1, **shards),
+        Conversion("convert over hf in two steps", "hf", first=1, exchange=False, **shards),
         Conversion("convert to hf, resumed", "hf", resumed="same", **shards),
         Conversion("convert to hf, begun anew", "hf", resumed="other", **shards),
         Conversion("convert to a file", "torch-save"),

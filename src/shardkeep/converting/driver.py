@@ -18,7 +18,7 @@ from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
 from shardkeep.converting.native import write_native
 from shardkeep.converting.target import checked_target, shard_size
-from shardkeep.converting.workplace import Workplace, check_free, fingerprint
+from shardkeep.converting.workplace import Workplace, check_free, fingerprint, put_back
 from shardkeep.engine.budget import default_budget
 from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.foreign.layout import OutFile
@@ -94,6 +94,8 @@ def convert(
     target = checked_target(to, options, not shards is max_shard_size is None)
     budget = _checked_budget(memory_budget)
     source, destination = _paths(src, dst)
+    if not dry_run:
+        put_back(destination)
     check_free(destination, overwrite=overwrite)
     with open_checkpoint(
         src, verify=verify, allow_pickle=allow_pickle, memory_budget=max(8 << 20, budget // READING)

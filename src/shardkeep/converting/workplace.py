@@ -3,7 +3,8 @@
 
 Nothing is at the destination before the result is whole and durable; then it is moved there in one
 step. A convert that was killed leaves the folder, and the next one with the same arguments goes on
-from its journal; one with others begins anew. Errors leave nothing, but for those that may pass.
+from its journal; one with others begins anew. Errors leave nothing, but for those that may pass,
+and what was taken from the destination as long as a crash might bring that back.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import os
 import shutil
 import sys
@@ -23,9 +25,12 @@ from shardkeep.foreign.detecting import detect
 from shardkeep.foreign.tables import tables_of
 from shardkeep.formats.native.names import RECORD, lease_save_id, new_save_id, save_id_of
 from shardkeep.stores.direct import exchange_names
-from shardkeep.stores.local import LocalStore, above_stdio, storage_errors, sync_fd
+from shardkeep.stores.local import FileId, LocalStore, above_stdio, storage_errors, sync_fd
+from shardkeep.wording import names_text
 
-__all__ = ["Workplace", "check_free", "sync_directories"]
+__all__ = ["Workplace", "check_free", "put_back", "sync_directories"]
+
+log = logging.getLogger("shardkeep")
 
 ENDING = ".converting"
 _JOURNAL = "journal"
@@ -105,11 +110,15 @@ class Workplace:
         self.save_id = new_save_id()
         self._identity = identity
         self._journal = -1
+        self._built: FileId | None = None
+        """What is being moved to the destination."""
+        self._is_putting_back = False
 
     def __enter__(self) -> Self:
         with storage_errors(f"making {self.folder}"):
             try:
                 LocalStore(self.folder).make_directory("")
+                self._refuse_strange()
                 self._journal = self._locked()
             except OSError:
                 with contextlib.suppress(OSError):
@@ -117,7 +126,7 @@ class Workplace:
                 raise
         try:
             with storage_errors(f"beginning in {self.folder}"):
-                self._put_back()
+                self.put_back()
                 if not self._go_on():
                     self._begin()
         except BaseException as error:
@@ -130,7 +139,7 @@ class Workplace:
     ) -> None:
         # An interrupt, like a kill, may be followed by another attempt; so may what may pass.
         again = not isinstance(error, Exception) or getattr(error, "transient", False)
-        if error is None or not again:
+        if error is None or not (again or self._holds_replaced()):
             shutil.rmtree(self.folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # what is noted there is durable, or does not count
             os.close(self._journal)
@@ -139,6 +148,34 @@ class Workplace:
     def is_resumed(self) -> bool:
         """Whether an earlier attempt has left something to go on from."""
         return bool(self.entries)
+
+    def _refuse_strange(self) -> None:
+        strange = set(os.listdir(self.folder)) - {_JOURNAL, _MADE, _REPLACED}
+        if strange:
+            raise CheckpointExistsError(
+                f"{self.destination} is built in {self.folder}, which holds other things: "
+                f"{names_text(sorted(strange))}. Move them, or choose another destination."
+            )
+
+    def _holds_replaced(self) -> bool:
+        """Whether what was at the destination is here, and may have to be there again."""
+        if self._is_putting_back:
+            return True
+        taken = self.folder / _REPLACED
+        try:
+            if _identity(taken) is None:
+                taken = self.made
+                if self._built is None or _identity(taken) in (None, self._built):
+                    return False
+        except OSError:
+            pass  # who knows
+        log.warning(
+            "%s holds what was at %s until now; it is not known whether what took its place would "
+            "survive a crash",
+            taken,
+            self.destination,
+        )
+        return True
 
     def _locked(self) -> int:
         path = self.folder / _JOURNAL
@@ -154,12 +191,26 @@ class Workplace:
             os.close(fd)  # removed by whoever held it until now
             LocalStore(self.folder).make_directory("")
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """What an attempt took away that was killed before it brought something better."""
-        old = self.folder / _REPLACED
-        if os.path.lexists(old) and not os.path.lexists(self.destination):
-            os.rename(old, self.destination)
-            LocalStore(self.destination.parent).sync_directory()
+        old, destination = self.folder / _REPLACED, self.destination
+        if _identity(old) is None:
+            return
+        if destination.is_dir() and not destination.is_symlink():
+            with contextlib.suppress(OSError):
+                destination.rmdir()  # if it is empty, somebody made it where there was nothing
+        if _identity(destination) is None:
+            self._restore()
+        elif old.is_dir() and not old.is_symlink():  # something better is there, and lasts
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+
+    def _restore(self) -> None:
+        self._is_putting_back = True
+        os.rename(self.folder / _REPLACED, self.destination)
+        LocalStore(self.destination.parent).sync_directory()
+        self._is_putting_back = False
 
     def _go_on(self) -> bool:
         """Take the notes of an earlier attempt at the same."""
@@ -208,46 +259,101 @@ class Workplace:
         with storage_errors(f"moving the result to {destination}"):
             sync_directories(self.made)
             check_free(destination, overwrite=self.overwrite)
-            if self.made.is_dir():
+            self._built = _identity(self.made)
+            if self.made.is_dir() or _is_filled(destination):
                 self.note(_PUBLISHING)
-                self._move_directory()
+                self._take_place()
             else:
                 self._move_file()
             LocalStore(destination.parent).sync_directory()
 
+    def _is_there(self) -> bool:
+        """Whether the result is in its place: a network file system may say that it did not move,
+        when it was asked again."""
+        return _identity(self.destination) == self._built
+
     def _move_file(self) -> None:
         destination = self.destination
-        if self.overwrite and not destination.is_dir():
-            os.replace(self.made, destination)
-            return
         if destination.is_dir():
             destination.rmdir()  # empty
         try:
-            os.link(self.made, destination)  # unlike a rename, replaces nothing
+            if self.overwrite:
+                os.replace(self.made, destination)
+            else:
+                os.link(self.made, destination)  # unlike a rename, replaces nothing
         except OSError as error:
+            if self._is_there():
+                return
+            if self.overwrite:
+                raise
             if error.errno == errno.EEXIST:
                 raise _appeared(destination) from error
             os.rename(self.made, destination)
 
-    def _move_directory(self) -> None:
+    def _take_place(self) -> None:
         destination = self.destination
         try:
             os.rename(self.made, destination)
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            if self._is_there():
+                return
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
                 raise
             if not self.overwrite:
                 raise _appeared(destination) from error
-        if not _exchange(self.made, destination):
+        if not self._exchange():
             # Two steps, and for a moment there is neither; the old one is in our folder then.
             old = self.folder / _REPLACED
-            os.rename(destination, old)
+            try:
+                os.rename(destination, old)
+            except OSError:
+                if _identity(destination) is not None or _identity(old) is None:
+                    raise
             try:
                 os.rename(self.made, destination)
             except OSError:
-                os.rename(old, destination)
+                if not self._is_there():
+                    self._restore()
+                    raise
+
+    def _exchange(self) -> bool:
+        """Change places with what is at the destination; False where that is not one step."""
+        try:
+            exchange_names(self.made, self.destination)
+        except OSError as error:
+            if self._is_there():
+                return True
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
                 raise
+            return False
+        return True
+
+
+def put_back(destination: Path) -> None:
+    """Put back what a convert that was killed took away, so that it is there to be looked at."""
+    place = Workplace(destination, "", overwrite=False)
+    with storage_errors(f"looking for {destination} in {place.folder}"):
+        if _identity(destination) is not None or _identity(place.folder / _REPLACED) is None:
+            return
+        held = place._locked()
+        try:
+            place.put_back()
+        finally:
+            os.close(held)
+
+
+def _identity(path: Path) -> FileId | None:
+    """What is there; None if there is nothing."""
+    try:
+        found = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _is_filled(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
 
 
 def _appeared(destination: Path) -> CheckpointExistsError:
@@ -276,17 +382,6 @@ def sync_directories(path: Path) -> None:
     if path.is_dir():
         for folder, _, _ in os.walk(path):
             LocalStore(folder).sync_directory()
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two names in one step; False where that cannot be done."""
-    try:
-        exchange_names(a, b)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-            raise
-        return False
-    return True
 
 
 def fingerprint(path: Path) -> list[tuple[str, int, int]]:

@@ -31,7 +31,7 @@ from shardkeep.testing.operations import (
 )
 from shardkeep.testing.recording import OperationLog
 
-__all__ = ["Call", "Handler", "intercepted", "recorded"]
+__all__ = ["Call", "Handler", "Recorder", "intercepted", "recorded"]
 
 CHANGING = (
     *("open", "write", "pwrite", "ftruncate", "fsync", "link", "rename", "replace", "unlink"),
@@ -132,19 +132,21 @@ def _replace(undo: contextlib.ExitStack, module: Any, name: str, new: Callable[.
 @contextlib.contextmanager
 def recorded(log: OperationLog) -> Iterator[None]:
     """Log every change below the directory of a log, whoever makes it in this process."""
-    with intercepted(_Recorder(log)):
+    with intercepted(Recorder(log)):
         yield
 
 
-class _Recorder:
-    """Makes calls, and logs what they changed."""
+class Recorder:
+    """A handler that makes calls, and logs what they changed."""
 
     def __init__(self, log: OperationLog) -> None:
+        """Those below the directory of a log."""
         self._log = log
         self._numbers: dict[tuple[int, int], int] = {}
         """What is open or was, by device and inode; an inode that is used again is made again."""
 
     def __call__(self, call: Call) -> Any:
+        """Make it."""
         record = getattr(self, f"_{call.name}", None)
         if record is None or not self._is_ours(call):
             return call.make()
