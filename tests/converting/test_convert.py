@@ -233,6 +233,30 @@ def test_a_folder_of_several_files_is_not_replaced(source, tmp_path, names, to):
     assert all((folder / name).exists() for name in names)
 
 
+def test_a_link_to_a_directory_is_not_removed_with_a_checkpoint(source, tmp_path):
+    made = tmp_path / "made"
+    shardkeep.convert(source, made)
+    (made / "best").symlink_to(source)
+    with pytest.raises(shardkeep.CheckpointExistsError, match="best"):
+        shardkeep.convert(source, made, overwrite=True)
+    assert (made / "best").is_symlink()
+
+
+def test_a_directory_that_cannot_be_looked_into_is_not_empty(source, tmp_path):
+    made = tmp_path / "made"
+    shardkeep.convert(source, made)
+    (made / "private").mkdir()
+
+    def handler(call):
+        if call.name == "scandir" and call.path() == made / "private":
+            raise OSError(errno.EACCES, "it is not allowed")
+        return call.make()
+
+    with intercepted(handler), pytest.raises(shardkeep.StorageError, match="not allowed"):
+        shardkeep.convert(source, made, overwrite=True)
+    assert (made / "private").exists()
+
+
 @pytest.mark.parametrize("to", ["hf", "torch-dcp", "torch-save", "hyper-parallel", "mindspore"])
 def test_what_a_convert_made_is_replaced_by_another(tmp_path, to):
     shardkeep.save({"a": np.ones((40, 3)), "b": np.zeros(2)}, tmp_path / "source", no_dist=True)
@@ -711,6 +735,23 @@ def test_another_convert_begins_anew(large, tmp_path, change):
     result = shardkeep.convert(large, made, to="toy", **options)
     assert not result.resumed
     check_toy(made, large)
+
+
+def test_another_source_with_files_that_look_alike(large, tmp_path, monkeypatch):
+    """Sizes and times say nothing where a checkpoint has a digest."""
+    monkeypatch.setattr(driver, "fingerprint", lambda path: [])
+
+    def stop(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    options = {"max_shard_size": 2 << 20}
+    with pytest.raises(KeyboardInterrupt):
+        shardkeep.convert(large, tmp_path / "made", **options, progress=stop)
+    state = {name: value + 1 for name, value in shardkeep.open(large).state_dict().items()}
+    shardkeep.save(state, large, no_dist=True, overwrite=True)
+    assert not shardkeep.convert(large, tmp_path / "made", **options).resumed
+    assert same(shardkeep.open(tmp_path / "made").state_dict(), state)
 
 
 def test_an_interrupted_convert_can_be_gone_on_with(large, tmp_path):

@@ -18,7 +18,7 @@ from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
 from shardkeep.converting.native import write_native
 from shardkeep.converting.target import checked_target, shard_size
-from shardkeep.converting.workplace import Workplace, check_free, fingerprint, put_back
+from shardkeep.converting.workplace import Workplace, check_free, files_below, fingerprint, put_back
 from shardkeep.engine.budget import default_budget
 from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.foreign.layout import OutFile
@@ -109,7 +109,8 @@ def convert(
         sizes = {file.name: file.size for file in files}
         if dry_run:
             return _result(contents, destination, to, sizes, dry_run=True)
-        asked = [str(source), fingerprint(source), to, repr(surgery), options, size, _version()]
+        looks = (checkpoint.digest, fingerprint(source))
+        asked = [str(source), looks, to, repr(surgery), options, size, _version()]
         identity = hashlib.sha256(repr([*asked, layout_digest(files)]).encode()).hexdigest()
         with tracked(progress, "converting") as counter:
             counter.expect(sum(sizes.values()) or contents.nbytes)
@@ -178,7 +179,7 @@ def _check_room(place: Workplace, nbytes: int) -> None:
 
 def _sizes(path: Path) -> dict[str, int]:
     with storage_errors(f"looking at {path}"):
-        entries = [entry for entry in sorted(path.rglob("*")) if entry.is_file()]
+        entries = sorted(files_below(path))
         return {entry.relative_to(path).as_posix(): entry.stat().st_size for entry in entries}
 
 

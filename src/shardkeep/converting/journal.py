@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shardkeep.converting.workplace import Workplace, sync_directories
+from shardkeep.converting.workplace import Workplace, files_below, sync_directories
 from shardkeep.formats.native.jobs import Written
 from shardkeep.stores.local import storage_errors
 
@@ -92,7 +92,7 @@ def clear_unknown(place: Workplace) -> None:
     with storage_errors(f"cleaning {place.made}"):
         if not place.made.is_dir():
             return
-        for path in [*place.made.rglob("*")]:
-            if not path.is_dir() and path.relative_to(place.made).as_posix() not in known:
+        for path in files_below(place.made):
+            if path.relative_to(place.made).as_posix() not in known:
                 path.unlink()
         sync_directories(place.made)

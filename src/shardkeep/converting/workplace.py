@@ -28,7 +28,7 @@ from shardkeep.stores.direct import exchange_names
 from shardkeep.stores.local import FileId, LocalStore, above_stdio, storage_errors, sync_fd
 from shardkeep.wording import names_text
 
-__all__ = ["Workplace", "check_free", "put_back", "sync_directories"]
+__all__ = ["Workplace", "check_free", "files_below", "put_back", "sync_directories"]
 
 log = logging.getLogger("shardkeep")
 
@@ -74,7 +74,7 @@ def _strange(path: Path) -> list[str]:
     """What is there and is no part of the one checkpoint there: that is not to be removed."""
     if path.is_file():
         return [] if path.name.endswith(_FILES) else [path.name]
-    names = [entry.relative_to(path).as_posix() for entry in path.rglob("*") if not entry.is_dir()]
+    names = [entry.relative_to(path).as_posix() for entry in files_below(path)]
     if (path / RECORD).exists():
         return [n for n in names if n != RECORD and not (save_id_of(n) or lease_save_id(n))]
     files = _files_of(path)
@@ -377,11 +377,27 @@ def _lock(fd: int, folder: Path) -> None:
         # A file system without locks: who runs two converts to one place has been warned here.
 
 
+def files_below(root: Path) -> list[Path]:
+    """All that is below a directory and is none itself, links to some included.
+
+    One that cannot be looked into is an `OSError`: `rglob` would take it for empty.
+    """
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        found += [Path(folder, name) for name in (*names, *links)]
+    return found
+
+
 def sync_directories(path: Path) -> None:
     """Make all names below a directory durable, if it is one."""
     if path.is_dir():
-        for folder, _, _ in os.walk(path):
+        for folder, _, _ in os.walk(path, onerror=_refuse):
             LocalStore(folder).sync_directory()
+
+
+def _refuse(error: OSError) -> None:
+    raise error
 
 
 def fingerprint(path: Path) -> list[tuple[str, int, int]]:
