@@ -1,5 +1,6 @@
 """The commit where the file system is less than one would like: no links, late, or failing."""
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -129,6 +130,70 @@ def test_a_commit_that_failed_after_it_succeeded_is_one(tmp_path, overwrite, cod
     save(path, Repeated, 5, overwrite=overwrite)
     assert holds(path) == 5
     assert names(path) == ["checkpoint.json"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_a_commit_that_a_server_does_late(tmp_path, overwrite, reads):
+    """It was said to have failed, and is done after the record was looked at so many times."""
+    path = tmp_path / "a"
+    if overwrite:
+        save(path, LocalStore, 3)
+
+    waiting, looks = [], []
+
+    class Late(LocalStore):
+        def link(self, old: str, new: str) -> None:
+            waiting.append((super().link, old, new))
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+        def rename(self, old: str, new: str) -> None:
+            waiting.append((super().rename, old, new))
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+        def read(self, name: str, limit: int) -> bytes:
+            try:
+                return super().read(name, limit)
+            finally:
+                looks.extend(waiting[:1])
+                if len(looks) == reads:
+                    do()
+
+    def do() -> None:
+        while waiting:
+            call, *names = waiting.pop()
+            with contextlib.suppress(OSError):
+                call(*names)
+
+    with pytest.raises(StorageError, match="no answer"):
+        save(path, Late, 5, overwrite=overwrite)
+    do()  # now at the latest
+    try:
+        found = holds(path)
+    except CheckpointNotFoundError:
+        found = None
+    assert found in (5, 3 if overwrite else None)
+
+
+def test_a_lease_that_does_not_go_keeps_its_files(tmp_path):
+    """It might still become the record."""
+
+    class Stuck(LocalStore):
+        def rename(self, old: str, new: str) -> None:
+            raise OSError(errno.ETIMEDOUT, "no answer")
+
+        def unlink(self, name: str) -> None:
+            if not name.startswith("data/"):
+                raise OSError(errno.EBUSY, "busy")
+            super().unlink(name)
+
+    path = tmp_path / "a"
+    save(path, LocalStore, 3)
+    with pytest.raises(StorageError, match="no answer"):
+        save(path, Stuck, 5, overwrite=True)
+    (late,) = (name for name in names(path) if name != "checkpoint.json")
+    os.rename(path / late, path / "checkpoint.json")
+    assert holds(path) == 5
 
 
 def test_a_lease_whose_name_is_not_durable_is_none(tmp_path):

@@ -16,7 +16,7 @@ from runs import fill, is_state, state
 
 import shardkeep
 from shardkeep.engine.pace import Pace
-from shardkeep.errors import CheckpointNotFoundError, CorruptionError
+from shardkeep.errors import CheckpointNotFoundError, CorruptionError, StorageError
 from shardkeep.formats.native import copying
 from shardkeep.formats.native.commit import read_record
 from shardkeep.formats.native.copying import copy_checkpoint
@@ -145,6 +145,39 @@ def test_a_crash_while_a_step_is_replaced_leaves_the_old_or_the_new(tmp_path, th
         assert steps_in(where) == {2: -2}
 
     assert crashes(base, log, tmp_path, allowed, again) > 20
+
+
+@pytest.mark.parametrize("reads", [1, 2, 3])
+def test_a_replacement_that_a_server_does_late_leaves_the_old_or_the_new(tmp_path, reads):
+    """It was said to have failed, and is done after the record was looked at so many times."""
+    fast, base = tmp_path / "fast", tmp_path / "run"
+    shardkeep.save(state(-2), fast / "step-2")
+    fill(base, [2])
+    waiting, looks = [], []
+
+    class Late(UnsyncedStore):
+        def rename(self, old, new):
+            waiting.append((super().rename, old, new))
+            raise TimeoutError(110, "no answer")
+
+        def read(self, name, limit):
+            try:
+                return super().read(name, limit)
+            finally:
+                looks.extend(waiting[:1])
+                if len(looks) == reads:
+                    do()
+
+    def do():
+        while waiting:
+            call, *names = waiting.pop()
+            with contextlib.suppress(OSError):
+                call(*names)
+
+    with pytest.raises(StorageError, match="no answer"):
+        brought(catalog_of(fast), catalog_of(base, Late), 2)
+    do()
+    assert steps_in(base) in ({2: 2}, {2: -2})
 
 
 def test_a_killed_copy_is_made_again_at_once_beside_what_it_left(tmp_path):

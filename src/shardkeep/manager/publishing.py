@@ -116,7 +116,8 @@ def _replace(inside: LocalStore, there: LocalStore, done: CopyResult) -> None:
         there.sync_directory(DATA)
         lease.commit(done.data, overwrite=exists, same=lambda found: found == done.data)
     except BaseException:
-        if _surely_absent(there, done.record.save_id):
+        # The lease first: a rename that a server has yet to do fails from then on.
+        if lease.release() and _surely_absent(there, done.record.save_id):
             unlink_all(there, names)
         raise
     finally:

@@ -206,15 +206,17 @@ class Lease:
         if self._keeper.ident is not None:
             self._keeper.join(5)
 
-    def release(self) -> None:
-        """Give the claim up; after a commit only the temporary name is left to remove."""
+    def release(self) -> bool:
+        """Give the claim up; after a commit only the temporary name is left to remove.
+
+        Says whether that is gone.
+        """
         self._end_keeping()
         file, self._file = self._file, None
         if file is not None:
             with contextlib.suppress(OSError):
                 file.close()
-        with contextlib.suppress(OSError):
-            self._store.unlink(self.name)
+        return not unlink_all(self._store, [self.name])
 
 
 def keep_fresh(file: WriteFile, stop: threading.Event, touch_s: float) -> None:

@@ -606,11 +606,11 @@ class NativeWriter(StorageWriter):
                 # Only the coordinator knows whether the commit happened; what is left is garbage
                 # that `gc` removes, or a whole checkpoint.
                 return
+            # The lease goes first: a commit that a server was asked for, and has yet to do, fails
+            # from here on. Where it will not go, files are left to `gc`.
+            may_commit = lease is not None and not lease.release()
             # Asked also when the lease is gone: an interrupt may come while `settle` cleans up.
-            absent = not committing or self._surely_absent()
-            if lease is not None:
-                lease.release()
-            if not absent:
+            if committing and (may_commit or not self._surely_absent()):
                 return
             if alone and leased:
                 written = [leased, *written]
