@@ -683,3 +683,41 @@ def test_steps_are_watched_wherever_they_are(places, gate):
             assert numbers(fast) == [1, 2]  # pinned where it is read
         with alone.wait_for(2, timeout=60) as step:
             assert step.path == str(root / "step-2")
+
+
+# --- no threads to be had
+
+
+@pytest.fixture
+def threadless(monkeypatch):
+    """The system refuses threads to upkeep, as long as the event is not set."""
+    allowed, start = threading.Event(), threading.Thread.start
+
+    def refused(self):
+        if self.name in ("shardkeep-copier", "shardkeep-retention") and not allowed.is_set():
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    return allowed
+
+
+def test_what_nobody_copied_is_not_said_to_be(places, threadless):
+    fast, root = places
+    manager = CheckpointManager(root, fast=fast, keep=1, no_dist=True)
+    manager.save(1, state(1))
+    assert not manager.wait_copied(timeout=0.05)
+    assert not manager.wait_retention(timeout=0.05)
+    with pytest.raises(StorageError, match="steps 1 were not copied"):
+        manager.close()
+    assert manager.wait_retention(timeout=0.05)  # done when it was closed
+    assert not root.exists() or numbers(root) == []
+
+
+def test_what_is_waited_for_is_copied_once_there_are_threads(places, threadless):
+    fast, root = places
+    with CheckpointManager(root, fast=fast, no_dist=True) as manager:
+        manager.save(1, state(1))
+        threading.Timer(0.2, threadless.set).start()
+        assert manager.wait_copied(timeout=60)
+        assert numbers(root) == [1]

@@ -98,6 +98,12 @@ class Copier:
         failures = dict(self._failures)
         return {key for key, each in failures.items() if isinstance(each.error, CorruptionError)}
 
+    @property
+    def is_late(self) -> bool:
+        """Whether something was asked for, and nobody is there to do it."""
+        with self._changed:
+            return self._thread is None and self._done < self._asked
+
     # --- from outside
 
     def poke(self, *, again: bool = False) -> None:
@@ -133,9 +139,8 @@ class Copier:
         """Until there is nothing left to copy that can be; whether that is so."""
         with self._changed:
             asked = self._asked
-            return self._changed.wait_for(
-                lambda: self._done >= asked or self._thread is None, timeout
-            )
+            self._changed.wait_for(lambda: self._done >= asked or self._thread is None, timeout)
+            return self._done >= asked  # a thread that could not be started has done nothing
 
     def close(self) -> None:
         """Copy what is left, as long as that may take; raises what could not be copied."""

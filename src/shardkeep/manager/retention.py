@@ -149,9 +149,8 @@ class Retention:
         """Until every pass that was asked for is done; whether that is so."""
         with self._changed:
             asked = self._asked
-            return self._changed.wait_for(
-                lambda: self._done >= asked or self._thread is None, timeout
-            )
+            self._changed.wait_for(lambda: self._done >= asked or self._thread is None, timeout)
+            return self._done >= asked  # a thread that could not be started has done nothing
 
     def close(self) -> None:
         """End the thread, after what it is doing; a last pass follows if there ever was one."""
@@ -162,6 +161,8 @@ class Retention:
             if thread is not None:
                 thread.join()
             self._try(final=True)
+            with self._changed:
+                self._done = self._asked
 
     def _serve(self) -> None:
         """Until nothing is asked for: a thread that waits would hold a manager nobody closes."""

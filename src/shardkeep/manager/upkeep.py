@@ -274,6 +274,8 @@ class Upkeep:
             if self.copier is not None:
                 # Now, not before: what was found damaged meanwhile is not waited for any more.
                 self.copier.raise_unseen()
+                if self.copier.is_late:
+                    self.copier.poke()  # there was no thread to be had; perhaps there is one now
             if step is None and not waiting:
                 self._miss_nothing()
                 self._sync_durable()
