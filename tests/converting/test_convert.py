@@ -316,6 +316,19 @@ def test_a_disk_that_gets_full_leaves_nothing(tmp_path, small_disk, monkeypatch,
     assert left_in(small_disk) == []
 
 
+def test_where_a_file_system_is_mounted_is_known_before(source, small_disk, tmp_path):
+    """Nothing can be moved there, and what is beside it lies on another disk."""
+    for to in ("native", "torch-save"):
+        with pytest.raises(shardkeep.StorageError, match="name a directory in it"):
+            shardkeep.convert(source, small_disk, to=to)
+    writer = shardkeep.HuggingFaceWriter()
+    with pytest.raises(shardkeep.StorageError, match="to a directory in it"):
+        shardkeep.save({"x": np.ones(3)}, small_disk, storage_writer=writer, no_dist=True)
+    assert left_in(tmp_path) == ["disk", "source"]
+    shardkeep.convert(source, small_disk / "in")
+    assert shardkeep.verify(small_disk / "in").ok
+
+
 # --- to a format that lays its files out
 
 
@@ -752,6 +765,22 @@ def test_another_source_with_files_that_look_alike(large, tmp_path, monkeypatch)
     shardkeep.save(state, large, no_dist=True, overwrite=True)
     assert not shardkeep.convert(large, tmp_path / "made", **options).resumed
     assert same(shardkeep.open(tmp_path / "made").state_dict(), state)
+
+
+NO_STDIO = """
+import os
+from pathlib import Path
+os.closerange(0, 3)
+from shardkeep.foreign.writing import FileNote, _opened
+out, _ = _opened(Path({path!r}), FileNote(0, {{}}))
+os._exit(0 if out.fd > 2 else 1)
+"""
+
+
+def test_a_file_that_is_gone_on_with_is_not_standard_output(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    program = NO_STDIO.format(path=str(tmp_path / "file"))
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_an_interrupted_convert_can_be_gone_on_with(large, tmp_path):

@@ -55,6 +55,11 @@ def _check_free(destination: Path, overwrite: bool) -> None:
         return
     if destination.is_symlink():
         raise CheckpointExistsError(f"{destination} is a link; name what it leads to")
+    if os.path.ismount(destination):
+        raise StorageError(
+            f"{destination} is where a file system is mounted, and nothing can be moved there; "
+            "name a directory in it"
+        )
     if destination.is_dir() and not any(destination.iterdir()):
         return
     if not overwrite:

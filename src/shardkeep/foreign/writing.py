@@ -141,7 +141,7 @@ def _opened(path: Path, found: FileNote | None) -> tuple[WriteFile, FileNote]:
     """A file that was begun, where it is known how far it is; else a new one."""
     store, name = LocalStore(path.parent), path.name
     if found is not None:
-        return WriteFile(os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0)), path), found
+        return store.open_shared(name), found
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
         # For good: after a crash it would be taken for the new one, as it has its name and size.

@@ -83,6 +83,11 @@ class Building:
         target = self.target
         if target.exists() and not target.is_dir():
             raise StorageError(f"{target} is a file; a checkpoint needs a directory of its own")
+        if os.path.ismount(target):
+            raise StorageError(
+                f"{target} is where a file system is mounted, and nothing can be moved there; save "
+                "to a directory in it"
+            )
         if not self._is_filled():
             return
         names = sorted(os.listdir(target))
