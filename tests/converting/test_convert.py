@@ -697,6 +697,16 @@ def test_onto_itself_after_it_was_taken_away(replaced, tmp_path):
     assert left_in(tmp_path) == ["made", "source-1", "source-2"]
 
 
+def test_what_is_put_back_is_there_though_it_is_not_to_be_replaced(replaced, tmp_path):
+    folder = tmp_path / "made.converting"
+    folder.mkdir()
+    replaced.rename(folder / "replaced")
+    with pytest.raises(shardkeep.CheckpointExistsError, match="already exists"):
+        shardkeep.convert(tmp_path / "source-2", replaced)
+    assert number_at(replaced) == 1
+    assert left_in(tmp_path) == ["made", "source-1", "source-2"]
+
+
 def test_killed_where_directories_cannot_change_places(replaced, tmp_path, monkeypatch):
     """What it replaced is still here, and in the way of the next."""
     with monkeypatch.context() as killed, exchanges(False):

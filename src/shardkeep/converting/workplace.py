@@ -341,9 +341,15 @@ def put_back(destination: Path) -> None:
     with storage_errors(f"looking for {destination} in {place.folder}"):
         if _identity(destination) is not None or _identity(place.folder / _REPLACED) is None:
             return
-        held = place._locked()
+        try:
+            place._refuse_strange()
+            held = place._locked()
+        except FileNotFoundError:
+            return  # whoever took it away is done
         try:
             place.put_back()
+            # It was on its way already, so that nothing here can be gone on with.
+            shutil.rmtree(place.folder, ignore_errors=True)
         finally:
             os.close(held)
 

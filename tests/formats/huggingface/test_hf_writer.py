@@ -360,8 +360,15 @@ def test_what_others_put_there_meanwhile_is_kept(tmp_path, monkeypatch):
         (path / "config.tmp").write_text("newer")
         os.replace(path / "config.tmp", path / "config.json")
 
+    class Synced(LocalStore):
+        def sync_directory(self, name=""):
+            super().sync_directory(name)
+            synced.append((name, (path / "tokenizer.json").exists()))
+
+    synced = []
     monkeypatch.setattr(building.Building, "_take_along", meanwhile)
-    export(path, {"a": A + 1}, overwrite=True)
+    export(path, {"a": A + 1}, overwrite=True, open_store=Synced)
+    assert ("model", True) in synced  # what came over late is durable before the old place goes
     assert np.array_equal(read(path)["a"], A + 1)
     assert (path / "tokenizer.json").read_text() == "new"
     assert (path / "logs" / "1").read_text() == "x"
