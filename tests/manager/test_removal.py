@@ -12,16 +12,20 @@ import pytest
 from runs import fill, is_state
 
 import shardkeep
-from shardkeep.errors import CheckpointNotFoundError
+from shardkeep import CheckpointManager, KeepLast
+from shardkeep.cli.runs import Run
+from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.cleaning import clean
 from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import FOLDER, Pins
 from shardkeep.manager.removal import finish_removals, remove_steps
+from shardkeep.manager.retention import Retention
 from shardkeep.stores.local import LocalStore
 from shardkeep.testing.disk import crash_points
 from shardkeep.testing.operations import materialize
 from shardkeep.testing.recording import OperationLog
+from shardkeep.testing.system_calls import intercepted
 
 
 class UnsyncedStore(LocalStore):
@@ -285,4 +289,38 @@ def test_a_pinned_step_that_moved_back_though_it_was_not_said(tmp_path):
     pins.held = lambda: next(held)
     done = remove_steps(store, pins, ["step-1"])
     assert (done.pinned, done.removed) == (("step-1",), ())
+    assert check_whole(tmp_path) == [1, 2]
+
+
+def test_nothing_goes_for_the_sake_of_a_step_that_may_not_last(tmp_path):
+    """It is seen, and whoever saved it could not make it durable."""
+    fill(tmp_path, [1, 2, 3])
+
+    def handler(call):
+        if call.name == "fsync" and call.path() == tmp_path / "step-3":
+            raise OSError(5, "Input/output error")
+        return call.make()
+
+    catalog = catalog_of(tmp_path, LocalStore)
+    retention = Retention(catalog, Pins(catalog.store), KeepLast(1), stale_s=3600)
+    manager = CheckpointManager(tmp_path, no_dist=True)
+    with intercepted(handler):
+        for remove in (
+            retention.run,
+            lambda: manager.delete(2),
+            lambda: Run(str(tmp_path), "step-{step}").remove([2], force=False, dry_run=False),
+        ):
+            with pytest.raises(StorageError, match="Input/output"):
+                remove()
+    assert check_whole(tmp_path) == [1, 2, 3]
+    assert retention.run() == ["step-1", "step-2"]
+
+
+def test_a_pass_for_which_a_step_is_gone_removes_nothing(tmp_path):
+    fill(tmp_path, [1, 2, 3])
+    catalog = catalog_of(tmp_path, LocalStore)
+    retention = Retention(catalog, Pins(catalog.store), KeepLast(1), stale_s=3600)
+    listing = catalog.look()
+    shutil.rmtree(tmp_path / "step-3")
+    assert retention._remove(listing.steps, KeepLast(1), set()) == []
     assert check_whole(tmp_path) == [1, 2]

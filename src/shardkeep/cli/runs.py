@@ -16,7 +16,7 @@ from shardkeep.manager.catalog import MANAGED, Catalog
 from shardkeep.manager.cleaning import Cleaned, clean
 from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import Removal, remove_steps
+from shardkeep.manager.removal import Removal, make_lasting, remove_steps
 from shardkeep.manager.steps import Listing, Step
 from shardkeep.manager.wholeness import any_whole, look_at_files
 from shardkeep.stores.local import LocalStore
@@ -122,6 +122,8 @@ class Run:
         if dry_run:
             nbytes = sum(_size(self._catalog, name) for name in names)
             return Removal(tuple(names), nbytes=nbytes)
+        if not force:
+            make_lasting(left)
         return remove_steps(self._catalog.store, self._pins, names, force=force)
 
     def pin(self, step: int, why: str) -> None:

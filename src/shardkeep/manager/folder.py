@@ -11,7 +11,7 @@ from shardkeep.checkpointer import Checkpointer
 from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.manager.cleaning import Cleaned, clean, joined_cleaned
 from shardkeep.manager.keeping import KeepPolicy, best_step, find_best
-from shardkeep.manager.removal import Removal, remove_steps
+from shardkeep.manager.removal import Removal, make_lasting, remove_steps
 from shardkeep.manager.steps import Step
 from shardkeep.manager.tiers import Tier, Tiers
 from shardkeep.manager.waiting import PinnedStep, next_step
@@ -106,6 +106,8 @@ class RunFolder:
                     f"step {step} is the only whole one in {self._tiers.text}; pass force=True to "
                     "be left with none"
                 )
+            if not force:
+                make_lasting(others)
             self._remove([step], force=force)
             self._deleted(step)
             return b""

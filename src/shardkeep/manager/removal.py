@@ -12,7 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,18 @@ from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.formats.native.names import RECORD
 from shardkeep.manager.catalog import Catalog, leaving_name, left_step
 from shardkeep.manager.pins import Pins
+from shardkeep.manager.steps import Step
+from shardkeep.storage import CheckpointId
 from shardkeep.stores.local import LocalStore, storage_errors
 
-__all__ = ["Removal", "finish_removals", "refuse_replacing", "remove_steps", "remove_tree"]
+__all__ = [
+    "Removal",
+    "finish_removals",
+    "make_lasting",
+    "refuse_replacing",
+    "remove_steps",
+    "remove_tree",
+]
 
 log = logging.getLogger("shardkeep")
 
@@ -92,6 +101,23 @@ def remove_steps(
         nbytes += size
         (removed if gone else failed).append(name)
     return Removal(tuple(removed), tuple(pinned), tuple(failed), nbytes)
+
+
+def make_lasting(
+    steps: Iterable[Step], open_store: Callable[[CheckpointId], LocalStore] = LocalStore
+) -> bool:
+    """Have the steps for whose sake others go survive a crash; whether all are there.
+
+    A step is seen before it is durable: who saved it may have been killed just then, or told that
+    it failed.
+    """
+    for path in (path for step in steps for path in step.copies):
+        with storage_errors(f"syncing {path}"):
+            try:
+                open_store(path).sync_directory()
+            except FileNotFoundError:
+                return False
+    return True
 
 
 def finish_removals(store: LocalStore, pins: Pins, names: Sequence[str]) -> Removal:

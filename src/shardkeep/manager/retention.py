@@ -17,7 +17,7 @@ from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.cleaning import clean
 from shardkeep.manager.keeping import KeepPolicy
 from shardkeep.manager.pins import Pins
-from shardkeep.manager.removal import remove_steps
+from shardkeep.manager.removal import make_lasting, remove_steps
 from shardkeep.manager.steps import Step
 
 __all__ = ["Retention", "doomed"]
@@ -73,6 +73,8 @@ class Retention:
         self._moving = moving
         self._may_remove = may_remove
         self._cleaned_at: float | None = None
+        self._lasting: set[str] = set()
+        """Save ids of what would survive a crash."""
         self._one = threading.Lock()
         self._changed = threading.Condition()
         self._asked = 0
@@ -113,6 +115,12 @@ class Retention:
         victims = doomed(whole, keep, time.time(), {*self._spared(), *busy})
         if not victims:
             return []
+        gone = {step.save_id for step in victims}
+        kept = {step.save_id: step for step in whole if step.save_id not in gone}
+        unsure = [step for save_id, step in kept.items() if save_id not in self._lasting]
+        if not make_lasting(unsure, self._catalog.open_store):
+            return []  # one is gone since the listing; the next pass sees what there is
+        self._lasting = set(kept)
         listed = {self._catalog.names.of(step.step): step for step in victims}
 
         def may_go(name: str) -> bool:
