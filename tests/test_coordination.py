@@ -174,6 +174,63 @@ def test_ranks_must_be_asked_for_the_same():
 # --- the commit
 
 
+def stand_still(ranks, until):
+    """No sign of life, and no step further, as of a process that is stopped."""
+    post, ranks._heart._post = ranks._heart._post, lambda beat: None
+    assert until.wait(20)
+    ranks._heart._post = post
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["at work", "moving bytes"])
+def test_a_rank_that_stood_still_learns_why_it_was_left(victim, where):
+    """Also where the others have closed the group since: it neither waits for them, nor accuses
+    them of never having come."""
+    closed, told = [threading.Event() for _ in range(3)], {}
+    all_closed = threading.Event()
+
+    def work(ranks):
+        def stop(at):
+            if ranks.rank == victim and where == at:
+                stand_still(ranks, all_closed)
+
+        move = ranks._move
+        ranks._move = lambda *args: (stop("moving bytes"), move(*args))[1]
+        begun = time.monotonic()
+        try:
+            with ranks.call("save"):
+                ranks.agree("first", lambda: None)
+                ranks.agree("step", lambda: stop("at work"))
+                ranks.gather_scatter("deal", lambda: b"", lambda told: [b"0", b"1", b"2"])
+                ranks.agree("last", lambda: None)
+        except RankError as error:
+            told[ranks.rank] = error, time.monotonic() - begun
+        ranks.close()
+        closed[ranks.rank].set()
+        if all(closed[rank].is_set() for rank in range(3) if rank != victim):
+            all_closed.set()
+
+    outcomes(3, work, timeout_s=8.0)
+    assert sorted(told) == [0, 1, 2]
+    for error, took in told.values():
+        assert set(error.failures) == {victim}, error
+        assert took < 6, error
+
+
+def test_who_loses_the_plane_says_why_it_left():
+    """The host of the store was stopped: it wakes, and reads that it was given up."""
+    lost = RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
+
+    def work(ranks):
+        with ranks.call("save"):
+            if ranks.rank == 1:
+                raise lost
+            ranks.agree("step", lambda: None)
+
+    for error in outcomes(2, work):
+        assert dict(error.failures) == {0: "gone: store host"}
+
+
 def test_the_coordinator_may_commit_unless_it_was_given_up():
     def work(ranks):
         with ranks.call("save"):
@@ -199,6 +256,24 @@ def test_a_coordinator_without_heartbeats_commits_nothing():
                     ranks.may_commit()
 
     assert outcomes(2, work) == [None, None]
+
+
+def test_a_coordinator_that_stood_still_while_it_committed_says_so():
+    """The others may have given it up, where they could not tell it so."""
+
+    def work(ranks):
+        def commit():
+            if ranks.rank == 0:
+                ranks.may_commit()
+                ranks._heart._worst = 0.9 * QUICK.gone_s
+
+        with ranks.call("save"):
+            ranks.agree("commit", commit)
+
+    for error in outcomes(2, work):
+        assert isinstance(error, RankError)
+        assert set(error.failures) == {0}
+        assert "whole if it exists" in str(error)
 
 
 # --- watching

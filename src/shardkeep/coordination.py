@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from shardkeep.errors import PlanError, RankError
-from shardkeep.failures import Failure, describe, merge_failures
+from shardkeep.failures import Failure, blamed, describe, merge_failures
 from shardkeep.heartbeats import Heart, Patience, Watch, beat_key, default_timeout_s
 from shardkeep.planes import FAILED, Bulk, Control, Helper, Part, SharedDict, ThreadBulk
 
@@ -208,6 +208,8 @@ class Ranks:
         self._calls = itertools.count()
         self._call: _Call | None = None
         self._old_keys: list[str] = []
+        self._is_awaited = False
+        """Whether a rank was given up in the last call: it may come back, and asks why."""
         self._helper = Helper()
         self._twins = itertools.count()
         self.memory: dict[str, Any] = {}
@@ -229,7 +231,7 @@ class Ranks:
             self._heart.start(call.number, self.timeout_s)
             yield
         except BaseException as error:
-            left = call.failures or [describe(error, self.rank)]
+            left = call.failures or blamed(error) or [describe(error, self.rank)]
             self._drop_bulk()
             raise
         finally:
@@ -244,6 +246,8 @@ class Ranks:
         stays until the others have read the last verdict."""
         self._heart.stop(left)
         silent = {failure.rank for failure in left if failure.kind in ("gone", "stuck", "absent")}
+        self._is_awaited = bool(silent)
+        silent.discard(self.rank)
         with contextlib.suppress(RankError):
             self._control.add(f"{call.number}/left", 1)
             if self.rank == 0:
@@ -251,7 +255,7 @@ class Ranks:
                 left_by = self._control.count(
                     f"{call.number}/left", expected, self.patience.linger_s
                 )
-                if left_by < expected:
+                if left_by < expected or self._is_awaited:
                     self._old_keys = []  # somebody may still read them
 
     def advance(self, nbytes: int) -> None:
@@ -315,6 +319,7 @@ class Ranks:
             raise RankError(
                 "the other ranks gave rank 0 up before it could commit; nothing was committed"
             )
+        call.claimed = True
 
     def _outcome(
         self, phase: str, work: Callable[[], T], tell: Callable[[Any], bytes | None] | None = None
@@ -418,6 +423,13 @@ class Ranks:
             posted = self._await_posted(keys, failed)
             told = {failure.rank: failure for failure in posted}
             failures = [*told.values(), *(f for f in failures if f.rank not in told)]
+        lapse = self._heart.lapsed_s()
+        if not failures and call.claimed and lapse > _LAPSE * self.patience.gone_s:
+            text = (
+                f"was without a sign of life for {lapse:.0f} s while it was committing, so that "
+                "the others may have given it up: the checkpoint is whole if it exists"
+            )
+            failures = [Failure(0, "gone", text)]
         if failures:
             return _Verdict(failures)
         apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
@@ -513,10 +525,14 @@ class Ranks:
         return other
 
     def close(self) -> None:
-        """End the bulk plane, and take this rank's keys out of the control plane."""
+        """End the bulk plane, and take this rank's keys out of the control plane.
+
+        What it said last stays for a rank that was given up.
+        """
         self._drop_bulk()
         with contextlib.suppress(Exception):
-            self._control.forget([beat_key(self.rank), *self._old_keys])
+            beat = [] if self._is_awaited else [beat_key(self.rank)]
+            self._control.forget([*beat, *self._old_keys])
         self._old_keys = []
         self._control.close()
 
@@ -569,6 +585,8 @@ class _Call:
         """Whether a step went well: all ranks are in this call, and have a bulk plane."""
         self.failures: list[Failure] = []
         """Why the call failed, once ranks agree on that."""
+        self.claimed = False
+        """Whether the coordinator may commit, or has."""
         self.failed = 0
         """How many failed outcomes the coordinator has accounted for."""
 

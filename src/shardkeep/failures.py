@@ -13,7 +13,7 @@ import msgspec
 from shardkeep import errors
 from shardkeep.errors import CheckpointError, MismatchError, RankError
 
-__all__ = ["Failure", "describe", "merge_failures", "revive"]
+__all__ = ["Failure", "blamed", "describe", "merge_failures", "revive"]
 
 MAX_TEXT = 64 << 10
 MAX_TRACE = 8000
@@ -56,6 +56,14 @@ def describe(error: BaseException, rank: int) -> Failure:
         if cls.__module__ == errors.__name__ and cls.__name__ in errors.__all__:
             return Failure(rank, cls.__name__, text, trace, details)
     return Failure(rank, _clean(kind.__qualname__, 200), text, trace, details)
+
+
+def blamed(error: BaseException) -> list[Failure]:
+    """Of an error that tells of other ranks, what it tells of each; for any other, nothing."""
+    if not isinstance(error, RankError):
+        return []
+    told = [(rank, *text.partition(": ")) for rank, text in error.failures.items()]
+    return [Failure(rank, kind, _clean(text, MAX_TEXT)) for rank, kind, mid, text in told if mid]
 
 
 def _names(names: Iterable[str]) -> list[str]:

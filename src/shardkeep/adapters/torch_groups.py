@@ -10,6 +10,7 @@ different numbers of groups could not make one at all.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import time
@@ -39,6 +40,9 @@ DESTROYED = (
 
 CONNECT_S = 60.0
 """How long a connection may take, to the store or between ranks: names are looked up on the way."""
+
+_NO_TAG = (1 << 31) - 1
+"""Of messages that nobody sends."""
 
 _made: Counter[tuple[int, ...]] = Counter()
 """How often this process has made a coordinator for the same ranks: part of its keys, so that none
@@ -283,6 +287,19 @@ class _StoreLine:
         self._asking = self._posting = None
 
 
+def _waiting(work: Callable[..., T]) -> Callable[..., T]:
+    """Of a group, what may wait for other ranks. After an error nobody knows who still does."""
+
+    @functools.wraps(work)
+    def wait(bulk: _GlooBulk, *args: Any) -> T:
+        bulk._is_busy = True
+        result = work(bulk, *args)
+        bulk._is_busy = False
+        return result
+
+    return wait
+
+
 class _GlooBulk:
     """The bulk plane: a gloo group that torch's registry of groups does not know."""
 
@@ -297,7 +314,10 @@ class _GlooBulk:
             timedelta(seconds=max(timeout_s, CONNECT_S)),
         )
         self._tags = itertools.count()
+        self._is_busy = False
+        """Whether somebody waits in it."""
 
+    @_waiting
     def gather(self, data: bytes) -> list[bytes] | None:
         """Sizes, then bytes, each rank to the coordinator."""
         if self._rank != 0:
@@ -306,6 +326,7 @@ class _GlooBulk:
         received = self._receive(range(1, self._world))
         return [data, *received]
 
+    @_waiting
     def scatter(self, parts: Sequence[bytes] | None) -> bytes:
         """Sizes, then bytes, from the coordinator to each rank."""
         if self._rank != 0:
@@ -350,6 +371,7 @@ class _GlooBulk:
             work.wait()
         return [tensor.numpy().tobytes() for tensor in tensors]
 
+    @_waiting
     def broadcast(self, data: bytes | None) -> bytes:
         """Down a tree."""
         size = torch.tensor([0 if data is None else len(data)])
@@ -359,6 +381,7 @@ class _GlooBulk:
             self._group.broadcast([tensor], _from_first()).wait()
         return data if data is not None else tensor.numpy().tobytes()
 
+    @_waiting
     def exchange(self, parts: Sequence[Part], sizes: Sequence[int]) -> list[Part]:
         """Only between ranks that have something for each other; no bytes are copied here."""
         tag = next(self._tags)
@@ -378,8 +401,17 @@ class _GlooBulk:
 
     def close(self) -> None:
         """End the group; whoever waits in it gets an error."""
+        # Not kept: the traceback of an error, which may be kept for long, leads here.
+        group, self._group = self._group, None
         with contextlib.suppress(Exception):
-            self._group.abort()
+            if self._is_busy:
+                # `abort` wakes nobody who waits for a rank that is stopped. A wait that runs out of
+                # time does: gloo then closes all connections of the group.
+                nothing = torch.empty(1, dtype=torch.uint8)
+                other = 1 if self._rank == 0 else 0
+                group.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
+        with contextlib.suppress(Exception):
+            group.abort()
 
 
 def _from_first() -> Any:
