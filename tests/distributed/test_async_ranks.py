@@ -374,8 +374,10 @@ def beside(rank, root):
     shardkeep.async_save(state(rank, 4), f"{root}/4")
     shardkeep.flush()
     all_there()
-    names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("shardkeep-helper")]
+    left = [one for one in threading.enumerate() if one.name.startswith("shardkeep-helper")]
+    for thread in left:
+        thread.join(5)  # it was told to end, and may still be about to
+    return [thread.name for thread in left if thread.is_alive()]
 
 
 def test_other_calls_beside_a_save(processes, tmp_path):
