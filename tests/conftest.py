@@ -1,5 +1,7 @@
 """Options and hypothesis profiles for the whole suite."""
 
+import subprocess
+
 import pytest
 from hypothesis import settings
 
@@ -31,3 +33,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of one mebibyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False)
+    except OSError:
+        pytest.skip("no mount")
+    if done.returncode:
+        pytest.skip("not allowed to mount")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)

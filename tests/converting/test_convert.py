@@ -290,21 +290,6 @@ def test_a_disk_that_is_too_small_is_known_before(source, tmp_path, monkeypatch)
     assert left_in(tmp_path) == ["source"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, check=False)
-    except OSError:
-        pytest.skip("no mount")
-    if done.returncode:
-        pytest.skip("not allowed to mount")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("to", ["native", "toy"])
 def test_a_disk_that_gets_full_leaves_nothing(tmp_path, small_disk, monkeypatch, to):
     shardkeep.save({"x": np.zeros(1 << 20)}, tmp_path / "source", no_dist=True)

@@ -32,22 +32,6 @@ def test_long(name):
         assert sweep(SCENARIOS[name], folder).faults > 50
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of one mebibyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, check=False)
-    except OSError:
-        pytest.skip("no mount")
-    if done.returncode:
-        pytest.skip("not allowed to mount")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def fill_up(disk, how):
     place, state = disk / "ckpt", {f"t{number}": np.ones(1 << 16) for number in range(4)}
     if how == "save":

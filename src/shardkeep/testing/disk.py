@@ -157,12 +157,10 @@ class Disk:
     def _sync(self, directory: int) -> None:
         """All changes in a directory last; so does, of one that is atomic between two, the rest."""
         chosen: set[int] = set()
-        wanted = {(directory, name) for c in self._pending for d, name, _ in _effects(c)
-                  if d == directory}  # fmt: skip
-        for at in range(
-            len(self._pending) - 1, -1, -1
-        ):  # what comes later asks for what came before
-            touched = {(d, name) for d, name, _ in _effects(self._pending[at])}
+        places = [{(d, name) for d, name, _ in _effects(change)} for change in self._pending]
+        wanted = {place for touched in places for place in touched if place[0] == directory}
+        for at in reversed(range(len(places))):  # what comes later asks for what came before
+            touched = places[at]
             if touched & wanted:
                 chosen.add(at)
                 wanted |= touched
