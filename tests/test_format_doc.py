@@ -422,7 +422,7 @@ def test_digest_algorithms_are_in_the_document():
 def test_every_limit_is_in_the_document():
     from shardkeep import holding, structure, values
     from shardkeep.engine import digests
-    from shardkeep.formats.native import commit, header, layout, record, writer
+    from shardkeep.formats.native import claiming, commit, header, layout, record
 
     said = {name: [int(n) for n in re.findall(r"\d+", text)] for name, text, _ in table("16")[2:]}
     limits = layout.Limits()
@@ -443,7 +443,7 @@ def test_every_limit_is_in_the_document():
         "dimensions of a tensor": [holding.MAX_DIMS],
         "bytes of a tensor": [2, 63],
         "touching the lease": [commit.TOUCH_S],
-        "seeing the lease": [writer.LEASE_SEEN_S],
+        "seeing the lease": [claiming.LEASE_SEEN_S],
         "seeing all files before the commit": [commit.VISIBILITY_S],
         "a lease is stale after": [commit.STALE_S],
     }

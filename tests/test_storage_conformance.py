@@ -14,7 +14,7 @@ class TestNative(StorageTests):
     @pytest.fixture(autouse=True)
     def _impatient(self, monkeypatch):
         # How long a rank looks for the coordinator's lease before it says that it is not there.
-        monkeypatch.setattr("shardkeep.formats.native.writer.LEASE_SEEN_S", 0.2)
+        monkeypatch.setattr("shardkeep.formats.native.claiming.LEASE_SEEN_S", 0.2)
 
     def make_writer(self, path, **options):
         return NativeWriter(path, **options)

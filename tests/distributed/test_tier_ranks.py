@@ -11,7 +11,7 @@ import pytest
 
 import shardkeep
 from shardkeep import CheckpointManager, CorruptionError, FastTier, ShardedArray, StorageError
-from shardkeep.formats.native import copying, writer
+from shardkeep.formats.native import claiming, copying
 from shardkeep.manager import copier
 
 WORLD = 3
@@ -104,7 +104,7 @@ def test_a_tier_of_another_host_is_not_mixed_with_this_ones(processes, tmp_path)
 
 def refused(rank, root, folder):
     at_home(rank, folder)
-    writer.LEASE_SEEN_S = 0.2
+    claiming.LEASE_SEEN_S = 0.2
     manager = CheckpointManager(root, fast=HERE)
     try:
         manager.save(1, state(rank, WORLD, 1))

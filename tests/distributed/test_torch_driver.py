@@ -493,9 +493,9 @@ def test_ranks_open_different_saves(processes, tmp_path, read_once):
 def save_to_own_directories(rank, path):
     from torch.distributed.checkpoint.api import CheckpointException
 
-    from shardkeep.formats.native import writer
+    from shardkeep.formats.native import claiming
 
-    writer.LEASE_SEEN_S = 0.2
+    claiming.LEASE_SEEN_S = 0.2
     begun = time.monotonic()
     with pytest.raises(CheckpointException, match="storage that all ranks share"):
         save(state(2), path / f"host-{rank}")

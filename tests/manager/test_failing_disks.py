@@ -200,6 +200,33 @@ def test_a_copy_that_cannot_come_leaves_what_is_there(run, brought, call):
     assert sorted(os.listdir(run / "step-1")) == ["checkpoint.json", "data"]
 
 
+def test_what_replaced_a_copy_is_durable_before_its_files_go(run, brought):
+    """Its record could come back after a crash, and its files would be gone."""
+    inside, done = brought
+    ours = {row.name for row in done.record.files}
+    events = []
+
+    class Store(LocalStore):
+        def rename(self, old, new):
+            events.append("commit")
+            raise OSError(errno.EIO, "no answer")
+
+        def sync_directory(self, name=""):
+            super().sync_directory(name)
+            events.append(f"sync {name}")
+
+        def unlink(self, name):
+            super().unlink(name)
+            events.append("remove" if name in ours else name)
+
+    with pytest.raises(shardkeep.CheckpointError):
+        _replace(inside, Store(run / "step-1"), done)
+    after = events[events.index("commit") :]
+    assert "remove" in after
+    assert "sync " in after[: after.index("remove")]
+    assert whole(run, 1)
+
+
 def test_a_copy_replaces_another_save_a_damaged_one_and_not_itself(run, brought):
     inside, done = brought
     there = LocalStore(run / "step-1")

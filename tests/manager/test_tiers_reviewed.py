@@ -19,6 +19,7 @@ from shardkeep import (
     FastTier,
     StorageError,
 )
+from shardkeep.formats.native import commit as commit_module
 from shardkeep.formats.native.commit import Lease
 from shardkeep.manager import copier, publishing
 from shardkeep.manager.catalog import Catalog
@@ -288,7 +289,7 @@ def test_a_copy_whose_commit_may_have_happened_keeps_its_files(places, monkeypat
     fill(root, [1])
     fill(fast, [1])
     source, target = (Catalog(place, StepNames()) for place in (fast, root))
-    commits, reads = Lease.commit, publishing.read_record
+    commits, reads = Lease.commit, commit_module.read_record
     broken = threading.Event()
 
     def commit(self, data, *, overwrite, same):
@@ -304,7 +305,7 @@ def test_a_copy_whose_commit_may_have_happened_keeps_its_files(places, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(Lease, "commit", commit)
-        patched.setattr(publishing, "read_record", read)
+        patched.setattr(commit_module, "read_record", read)
         with pytest.raises(StorageError, match="Input/output"):
             publishing.copy_step(
                 source.find(1),

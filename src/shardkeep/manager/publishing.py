@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardkeep.errors import CheckpointError, CheckpointNotFoundError
-from shardkeep.formats.native.commit import Lease, read_record, server_time, unlink_all
+from shardkeep.formats.native.commit import (
+    Lease,
+    read_record,
+    server_time,
+    surely_absent,
+    unlink_all,
+)
 from shardkeep.formats.native.copying import CopyResult, copy_checkpoint, known_files
 from shardkeep.formats.native.names import DATA, lease_name
 from shardkeep.formats.native.record import Record
@@ -117,7 +123,7 @@ def _replace(inside: LocalStore, there: LocalStore, done: CopyResult) -> None:
         lease.commit(done.data, overwrite=exists, same=lambda found: found == done.data)
     except BaseException:
         # The lease first: a rename that a server has yet to do fails from then on.
-        if lease.release() and _surely_absent(there, done.record.save_id):
+        if lease.release() and surely_absent(there, done.record.save_id):
             unlink_all(there, names)
         raise
     finally:
@@ -135,17 +141,6 @@ def _record_of(store: LocalStore) -> tuple[Record | None, bool]:
     except CheckpointError as error:
         log.warning("%s is replaced by a whole copy: %s", store.root, error)
         return None, True
-
-
-def _surely_absent(store: LocalStore, save_id: str) -> bool:
-    """Whether a save is known not to be the one there; where that cannot be told, what it has left
-    is collected later."""
-    try:
-        return read_record(store).save_id != save_id
-    except CheckpointNotFoundError:
-        return True
-    except Exception:
-        return False
 
 
 def remove_dead_copies(

@@ -45,7 +45,9 @@ __all__ = [
     "read_record_bytes",
     "refuse_linked_data",
     "server_time",
+    "surely_absent",
     "unlink_all",
+    "wait_visible",
 ]
 
 TOUCH_S = 30.0
@@ -79,6 +81,23 @@ def read_record_bytes(store: LocalStore) -> bytes:
             return store.read(RECORD, MAX_RECORD)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointNotFoundError(_absent_text(store)) from error
+
+
+def surely_absent(store: LocalStore, save_id: str) -> bool:
+    """Whether a save is known not to be the committed one: then what it wrote may go.
+
+    An unreadable record says nothing; what is left then is collected later.
+    """
+    try:
+        if read_record(store).save_id == save_id:
+            return False
+        # If it replaced ours, ours must not come back after a crash, without its files.
+        store.sync_directory()
+        return True
+    except CheckpointNotFoundError:
+        return True
+    except Exception:
+        return False
 
 
 def _absent_text(store: LocalStore) -> str:

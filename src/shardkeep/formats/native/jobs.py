@@ -9,13 +9,15 @@ from functools import partial
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
 from shardkeep.formats.native.files import FileWriter, data_payload
 from shardkeep.formats.native.layout import FilePlan
+from shardkeep.planner import SavePlanner, WriteItems
 
-__all__ = ["DataFiles", "Journal", "Written"]
+__all__ = ["DataFiles", "Journal", "Written", "file_values"]
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -93,3 +95,16 @@ class DataFiles:
         if journal is not None:
             journal.written(name, done)
         return done
+
+
+def file_values(plan: FilePlan, items: WriteItems, planner: SavePlanner) -> bytes:
+    """The values entry of a file: their number, where each ends, then each."""
+    if not plan.holds_values:
+        return b""
+    parts: list[bytes] = []
+    for item in items[len(items.chunks) :]:
+        data = planner.resolve_data(item)
+        assert isinstance(data, bytes)
+        parts.append(data)
+    ends = np.cumsum([len(part) for part in parts], dtype="<u8")
+    return len(parts).to_bytes(8, "little") + ends.tobytes() + b"".join(parts)

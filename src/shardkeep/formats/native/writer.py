@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import socket
-import stat
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,16 +24,12 @@ from shardkeep.engine.parallel import Behind
 from shardkeep.engine.process import WriterProcess
 from shardkeep.engine.snapshot import StagedPlanner
 from shardkeep.engine.writing import WriteStats
-from shardkeep.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointNotFoundError,
-    StorageError,
-)
+from shardkeep.errors import CheckpointError
+from shardkeep.formats.native.claiming import refuse_occupied, see_lease, take_lease
 from shardkeep.formats.native.commit import (
     Lease,
     read_record,
-    refuse_linked_data,
+    surely_absent,
     unlink_all,
     wait_visible,
 )
@@ -44,9 +37,8 @@ from shardkeep.formats.native.detached import write_detached
 from shardkeep.formats.native.earlier import Earlier
 from shardkeep.formats.native.early import Early, lay_out
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
-from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import index_entries
-from shardkeep.formats.native.jobs import DataFiles, Journal, Written
+from shardkeep.formats.native.jobs import DataFiles, Journal, Written, file_values
 from shardkeep.formats.native.keeping import Keeping, compare, join, without_kept
 from shardkeep.formats.native.layout import (
     FilePlan,
@@ -80,8 +72,6 @@ __all__ = ["NativeWriter"]
 
 log = logging.getLogger("shardkeep")
 
-LEASE_SEEN_S = 10.0
-LEASE_TRIES = 3
 SOON_WRITTEN = 1 << 30
 """Bytes that are written so soon that Python's collector can wait for it."""
 
@@ -196,12 +186,12 @@ class NativeWriter(StorageWriter):
         if not place.is_coordinator:
             word = msgspec.msgpack.decode(announcement, type=dict[str, str])
             self.save_id, self._leased = word["save_id"], word["lease"]
-            self._see_lease(word)
+            see_lease(self._store, word["lease"], word["host"], place.rank)
             return announcement
         with storage_errors(f"looking at {self._store.root}"):
-            self._refuse_occupied()
+            refuse_occupied(self._store, self.overwrite)
         self.save_id = new_save_id() if self.journal is None else self.journal.save_id
-        self._lease = self._take_lease()
+        self._lease = take_lease(self._store, self.save_id)
         word = {"save_id": self.save_id, "lease": self._lease.name, "host": socket.gethostname()}
         return msgspec.msgpack.encode(word)
 
@@ -210,53 +200,6 @@ class NativeWriter(StorageWriter):
         reader = NativeReader(base, open_store=self._open_store)
         store = self._open_store(base) if self._place.is_coordinator else None
         self._earlier = Earlier(reader, store, all_of_it=self._place.world_size == 1)
-
-    def _take_lease(self) -> Lease:
-        """In a directory that is made if need be: and again, where somebody who cleans takes what
-        a killed save left for empty, before the lease says otherwise."""
-        for left in range(LEASE_TRIES, -1, -1):
-            try:
-                with storage_errors(f"making the directory {self._store.root}"):
-                    self._store.make_directory("")
-                    self._store.make_directory(DATA, sync=False)  # its name is, with the lease's
-                return Lease(self._store, self.save_id)
-            except StorageError as error:
-                if error.errno != errno.ENOENT or not left:
-                    raise
-        raise AssertionError
-
-    def _refuse_occupied(self) -> None:
-        root = self._store.root
-        if _is_no_directory(root):
-            raise StorageError(f"{root} is a file; a checkpoint needs a directory of its own")
-        refuse_linked_data(self._store)
-        other = foreign_format(self._store)
-        if other is not None:
-            raise CheckpointExistsError(
-                f"{root} holds a checkpoint of {other}; two formats are never mixed in one "
-                "directory, also with overwrite=True. Choose another checkpoint_id."
-            )
-        if not self.overwrite and (root / RECORD).exists():
-            raise CheckpointExistsError(
-                f"{root} already holds a checkpoint; choose another checkpoint_id or pass "
-                "overwrite=True"
-            )
-
-    def _see_lease(self, word: dict[str, str]) -> None:
-        deadline = time.monotonic() + LEASE_SEEN_S
-        while True:
-            try:
-                self._store.stat(word["lease"])
-            except OSError as error:
-                if time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    continue
-                raise StorageError(
-                    f"rank {self._place.rank} on host {socket.gethostname()} does not see the "
-                    f"directory {self._store.root} that rank 0 on host {word['host']} made; "
-                    "checkpoint_id must be on storage that all ranks share"
-                ) from error
-            return
 
     # --- plan
 
@@ -421,7 +364,7 @@ class NativeWriter(StorageWriter):
         chunks = RankChunks(items, disk_order, start, planner)
 
         def front(file: FilePlan) -> tuple[bytes, bytes]:
-            values = _values_of(file, items, planner)
+            values = file_values(file, items, planner)
             layout = self._digest_layout(file.values + len(values))
             return data_header(file, chunks, values, layout, self._file_metadata()), values
 
@@ -610,7 +553,7 @@ class NativeWriter(StorageWriter):
             # from here on. Where it will not go, files are left to `gc`.
             may_commit = lease is not None and not lease.release()
             # Asked also when the lease is gone: an interrupt may come while `settle` cleans up.
-            if committing and (may_commit or not self._surely_absent()):
+            if committing and (may_commit or not surely_absent(self._store, self.save_id)):
                 return
             if alone and leased:
                 written = [leased, *written]
@@ -629,19 +572,6 @@ class NativeWriter(StorageWriter):
             if earlier is not None:
                 earlier.close()
 
-    def _surely_absent(self) -> bool:
-        """Whether this save is known not to be the committed one; an unreadable record is not."""
-        try:
-            if read_record(self._store).save_id == self.save_id:
-                return False
-            # If it replaced ours, ours must not come back after a crash, without its files.
-            self._store.sync_directory()
-            return True
-        except CheckpointNotFoundError:
-            return True
-        except Exception:
-            return False
-
 
 def _columns_of(metadata: Metadata) -> StateColumns:
     state = metadata.state_dict_metadata
@@ -655,19 +585,6 @@ def _columns_of(metadata: Metadata) -> StateColumns:
 def _placed_chunks(layout: Layout, state: StateColumns) -> Callable[[int], Any]:
     first = np.searchsorted(layout.chunks.tensor, np.arange(len(state.tensors) + 1))
     return lambda row: layout.chunks.take(np.arange(first[row], first[row + 1]))
-
-
-def _values_of(plan: FilePlan, items: WriteItems, planner: SavePlanner) -> bytes:
-    """The values entry of a file: their number, where each ends, then each."""
-    if not plan.holds_values:
-        return b""
-    parts: list[bytes] = []
-    for item in items[len(items.chunks) :]:
-        data = planner.resolve_data(item)
-        assert isinstance(data, bytes)
-        parts.append(data)
-    ends = np.cumsum([len(part) for part in parts], dtype="<u8")
-    return len(parts).to_bytes(8, "little") + ends.tobytes() + b"".join(parts)
 
 
 def _summary(state: StateColumns, layout: Layout, ranks: int) -> dict[str, Any]:
@@ -687,11 +604,3 @@ def _version() -> str:
     from shardkeep import __version__
 
     return __version__
-
-
-def _is_no_directory(path: Path) -> bool:
-    """Whether something else is there; asked once: what a dead save left may go meanwhile."""
-    try:
-        return not stat.S_ISDIR(path.stat().st_mode)
-    except FileNotFoundError:
-        return False
