@@ -12,6 +12,7 @@ import torch
 
 import shardkeep
 from shardkeep import MismatchError, PerRank, ThreadRanks
+from shardkeep.default_load_planner import DefaultLoadPlanner
 
 
 class Sizes(NamedTuple):
@@ -337,3 +338,39 @@ def test_bad_arguments_say_what_to_pass(tmp_path):
         shardkeep.load({}, tmp_path, planner=object())
     with pytest.raises(shardkeep.CheckpointNotFoundError, match="no such directory"):
         shardkeep.load({}, tmp_path / "nowhere")
+
+
+# --- planners that are told
+
+
+def torch_file(folder):
+    torch.save({"w": torch.arange(6.0).reshape(2, 3).t(), "x": torch.ones(2)}, folder / "a.pt")
+    return folder / "a.pt", {"w": np.zeros((3, 2), np.float32), "x": np.zeros(2, np.float32)}, {}
+
+
+def split(folder):
+    shardkeep.save({"w": np.arange(6.0).reshape(2, 3)}, folder / "a", no_dist=True)
+    surgery = shardkeep.Surgery(rules=["split w = q, k @ 0"])
+    return folder / "a", {"q": np.zeros((1, 3)), "k": np.zeros((1, 3))}, {"surgery": surgery}
+
+
+@pytest.mark.parametrize("make", [torch_file, split])
+@pytest.mark.parametrize("world", [1, 2])
+def test_planners_are_told_what_is_filled_whatever_it_is_read_from(tmp_path, make, world):
+    path, _, options = make(tmp_path)
+
+    def load(ranks):
+        _, target, _ = make(tmp_path / str(ranks.rank))
+        told = []
+
+        class Telling(DefaultLoadPlanner):
+            def commit_tensor(self, read_item, tensor):
+                told.append((read_item.dest_index.fqn, target[read_item.dest_index.fqn].sum()))
+
+        shardkeep.load(target, path, planner=Telling(), process_group=ranks, **options)
+        return told
+
+    for rank in range(world):
+        (tmp_path / str(rank)).mkdir()
+    want = [("w", 15), ("x", 2)] if make is torch_file else [("k", 12), ("q", 3)]
+    assert [sorted(told) for told in ThreadRanks(world).run(load)] == [want] * world

@@ -321,9 +321,6 @@ class DefaultLoadPlanner(LoadPlanner):
             return None  # who knows where its sinks lie
         return self._filling.places()
 
-    def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
-        """Sinks need no commit."""
-
     def filling(self) -> Filling:
         """Everything that will be filled, once there is a local plan."""
         return self._filling

@@ -414,6 +414,12 @@ class LoadPlanner(ABC):
         """Where sinks lie in host memory, if that is known without asking for each of them."""
         return None
 
-    @abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
         """Every element of this region has been put."""
+
+    def commit(self, items: ReadItems, sinks: Callable[[int], Sink]) -> None:
+        """All regions have been put, into these sinks; tells `commit_tensor` of each."""
+        if type(self).commit_tensor is LoadPlanner.commit_tensor:
+            return
+        for row, number in enumerate(items.wanted.tolist()):
+            self.commit_tensor(items[row], sinks(number))

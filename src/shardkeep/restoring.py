@@ -295,6 +295,3 @@ class _Leaves(LoadPlanner):
         number = read_item.dest_index.index
         assert number is not None
         return self._sinks[number]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
-        """Sinks need no commit."""

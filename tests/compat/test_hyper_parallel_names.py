@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardkeep
+from shardkeep.arrays import HostSource
 from shardkeep.compat import hyper_parallel as hp
 
 DATA = Path(__file__).parents[1] / "data"
@@ -71,6 +72,50 @@ def test_a_planner_that_overrides_its_verbs_is_heard(tmp_path):
     hp.save(state(), checkpoint_id=tmp_path / "a", planner=Save(), no_dist=True)
     hp.load(empty(), checkpoint_id=tmp_path / "a", planner=Load(), no_dist=True)
     assert said == ["build", "finalize", "load"]
+
+
+def test_verbs_that_data_passes_through_are_heard_too(tmp_path):
+    class Doubling:
+        def get_data(self, item):
+            data = super().get_data(item)
+            return data if isinstance(data, bytes) else HostSource(2 * data.array.view("f8"))
+
+    class Save(Doubling, hp.StandardSavePlanner):
+        pass
+
+    class Load(hp.StandardLoadPlanner):
+        def acquire_tensor(self, read_item):
+            said.append(f"acquire {read_item.dest_index.fqn}")
+            return super().acquire_tensor(read_item)
+
+        def apply_tensor(self, read_item, tensor):
+            said.append(f"apply {read_item.dest_index.fqn} {target['model']['w'][2, 3]}")
+            super().apply_tensor(read_item, tensor)
+
+        def apply_bytes(self, read_item, value):
+            said.append(f"apply {read_item.dest_index.fqn}")
+            super().apply_bytes(read_item, value)
+
+    said, target = [], empty()
+    hp.save(state(), checkpoint_id=tmp_path / "a", planner=Save(), no_dist=True)
+    hp.load(target, checkpoint_id=tmp_path / "a", planner=Load(), no_dist=True)
+    assert said == ["apply step", "acquire model.w", "apply model.w 22.0"]
+    assert target["step"] == 7
+
+
+def test_our_own_verbs_win_over_theirs(tmp_path):
+    class Save(hp.StandardSavePlanner):
+        def resolve_data(self, write_item):
+            data = super().resolve_data(write_item)
+            return data if isinstance(data, bytes) else HostSource(3 * data.array.view("f8"))
+
+        def get_data(self, item):
+            raise AssertionError("not asked")
+
+    target = empty()
+    hp.save(state(), checkpoint_id=tmp_path / "a", planner=Save(), no_dist=True)
+    hp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert target["model"]["w"][2, 3] == 33.0
 
 
 def test_storages(tmp_path):

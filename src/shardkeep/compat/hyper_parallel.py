@@ -60,6 +60,15 @@ __all__ = [
 ]
 
 
+def _hear(cls: type, base: type, **verbs: str) -> None:
+    """Have our verbs call theirs that a class overrides. Those that none does are not passed on:
+    they are called for every tensor, unless nobody has anything to say about one."""
+    for theirs, ours in verbs.items():
+        known = getattr(cls, ours) is getattr(base, ours)
+        if known and getattr(cls, theirs) is not getattr(base, theirs):
+            setattr(cls, ours, lambda self, *args, theirs=theirs: getattr(self, theirs)(*args))
+
+
 class StandardSavePlanner(DefaultSavePlanner):
     """Ours by HyperParallel's verbs. Replicas are always written once, and plans are ours."""
 
@@ -110,7 +119,11 @@ class StandardSavePlanner(DefaultSavePlanner):
 
     def get_data(self, item: WriteItem) -> Source | bytes:
         """`resolve_data`."""
-        return self.resolve_data(item)
+        return super().resolve_data(item)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _hear(cls, StandardSavePlanner, get_data="resolve_data")
 
 
 class StandardLoadPlanner(DefaultLoadPlanner):
@@ -166,15 +179,25 @@ class StandardLoadPlanner(DefaultLoadPlanner):
 
     def acquire_tensor(self, read_item: ReadItem) -> Sink:
         """`resolve_tensor`."""
-        return self.resolve_tensor(read_item)
+        return super().resolve_tensor(read_item)
 
     def apply_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
         """`commit_tensor`."""
-        self.commit_tensor(read_item, tensor)
+        super().commit_tensor(read_item, tensor)
 
     def apply_bytes(self, read_item: ReadItem, value: bytes) -> None:
         """`load_bytes`; nothing is unpickled."""
-        self.load_bytes(read_item, value)
+        super().load_bytes(read_item, value)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        _hear(
+            cls,
+            StandardLoadPlanner,
+            acquire_tensor="resolve_tensor",
+            apply_tensor="commit_tensor",
+            apply_bytes="load_bytes",
+        )
 
 
 class FileSystemWriter(NativeWriter):

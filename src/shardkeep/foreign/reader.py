@@ -50,6 +50,8 @@ from shardkeep.tables import LocationColumns
 
 __all__ = ["ForeignReader"]
 
+Sinks = Callable[[int], Sink]
+
 BLOCK = 128 << 10
 """Bytes in which files are read."""
 TRIES = 4
@@ -92,7 +94,7 @@ class ForeignReader(ColumnReader):
         self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
         self._counting = threading.Lock()
         self._files = OpenFiles(self._open)
-        self._begun: tuple[Reading, list[Piece]] | None = None
+        self._begun: tuple[Reading, list[Piece], Sinks] | None = None
         self.reset(checkpoint_id)
 
     # --- what there is
@@ -204,25 +206,29 @@ class ForeignReader(ColumnReader):
         self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
     ) -> None:
         """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        odd: list[Piece] = []
+        planned: list[tuple[Reading, list[Piece], Sinks]] = []
 
         def begin() -> Reading:
-            reading, pieces = self._planned(plan, planner)
-            odd.extend(pieces)
-            return reading
+            planned.append(self._planned(plan, planner))
+            return planned[0][0]
 
         budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        reading = read_shared(begin, coordinator, read_once, budget, str(self.root))
-        self._begun = reading, odd
+        read_shared(begin, coordinator, read_once, budget, str(self.root))
+        self._begun = planned[0]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan, but for what `share_reads` has brought."""
-        begun, self._begun = self._begun, None
-        return self._finish(ReadItems.of(plan), *(begun or self._planned(plan, planner)))
-
-    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, list[Piece]]:
         items = ReadItems.of(plan)
-        return self._reading(items, planner.sinks(items), planner.places(items), planner.staging)
+        begun, self._begun = self._begun, None
+        reading, odd, sinks = begun or self._planned(plan, planner)
+        nbytes = self._finish(items, reading, odd)
+        planner.commit(items, sinks)
+        return nbytes
+
+    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, list[Piece], Sinks]:
+        items = ReadItems.of(plan)
+        sinks, places = planner.sinks(items), planner.places(items)
+        return *self._reading(items, sinks, places, planner.staging), sinks
 
     def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""

@@ -117,6 +117,7 @@ class OperatedReader(ColumnReader):
                 for number, box in boxes
             ]
         )
+        planner.commit(items, sinks)
         return items.nbytes
 
     def same_content(self, first: str, second: str) -> bool:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardkeep.arrays import Sink
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.coordination import Coordinator, ThreadRanks
 from shardkeep.default_load_planner import DefaultLoadPlanner
@@ -40,7 +41,7 @@ from shardkeep.metadata import (
     TensorStorageMetadata,
 )
 from shardkeep.per_rank import PerRank
-from shardkeep.planner import Place, SavePlan, WriteItem
+from shardkeep.planner import Place, ReadItem, SavePlan, WriteItem
 from shardkeep.saving import SaveResult
 from shardkeep.sharding import ShardedArray
 from shardkeep.storage import StorageReader, StorageWriter, WriteResult
@@ -620,6 +621,30 @@ class StorageTests(ABC):
             reader.close()
 
     # --- reading
+
+    def test_planners_are_told_of_every_region(self, tmp_path: Path) -> None:
+        """Once for each, in the sink that it was put into, when all of it is there."""
+        place = self.make_place(tmp_path, "a")
+        whole = np.arange(60.0).reshape(6, 10)
+        results = self.save_ranks(2, lambda r: {"w": _rows(whole, r, 2), "x": np.ones(2)}, place)
+        assert all(isinstance(r, SaveResult) for r in results), results
+        target = {"w": np.zeros((6, 10)), "x": np.zeros(2)}
+        told: list[tuple[str, Any, bool]] = []
+        sinks: dict[str, Sink] = {}
+
+        class Telling(DefaultLoadPlanner):
+            def resolve_tensor(self, read_item: ReadItem) -> Sink:
+                return sinks.setdefault(read_item.dest_index.fqn, super().resolve_tensor(read_item))
+
+            def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
+                name, low = read_item.dest_index.fqn, read_item.dest_offsets
+                at = tuple(slice(o, o + n) for o, n in zip(low, read_item.lengths, strict=True))
+                want = whole if name == "w" else np.ones(2)
+                filled = bool((target[name][at] == want[at]).all())
+                told.append((name, low, filled and tensor is sinks[name]))
+
+        self.load(target, place, planner=Telling())
+        assert sorted(told) == [("w", (0, 0), True), ("w", (3, 0), True), ("x", (0,), True)]
 
     def test_missing(self, tmp_path: Path) -> None:
         """A place where nothing was saved."""

@@ -47,6 +47,8 @@ from shardkeep.tables import ChunkTable, LocationColumns
 
 __all__ = ["NativeReader"]
 
+Sinks = Callable[[int], Sink]
+
 
 class NativeReader(ColumnReader):
     """Reads checkpoints of the native format; thread-safe once the metadata is read."""
@@ -88,7 +90,7 @@ class NativeReader(ColumnReader):
         self._files = OpenFiles(self._open_data)
         self._contents_of: dict[int, tuple[Ints, Column]] = {}
         self._index_file: VerifiedFile | None = None
-        self._begun: Reading | None = None
+        self._begun: tuple[Reading, Sinks] | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
@@ -281,24 +283,29 @@ class NativeReader(ColumnReader):
         self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
     ) -> None:
         """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        self._begun = read_shared(
-            lambda: self._planned_reading(plan, planner),
-            coordinator,
-            read_once,
-            checked_budget(self.memory_budget, self.ranks_on_host),
-            str(self._store.root),
-        )
+        planned: list[tuple[Reading, Sinks]] = []
+
+        def begin() -> Reading:
+            planned.append(self._planned(plan, planner))
+            return planned[0][0]
+
+        budget = checked_budget(self.memory_budget, self.ranks_on_host)
+        read_shared(begin, coordinator, read_once, budget, str(self._store.root))
+        self._begun = planned[0]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan, but for what `share_reads` has brought."""
         items = ReadItems.of(plan)
         begun, self._begun = self._begun, None
-        return self._finish(items, begun or self._planned_reading(plan, planner))
+        reading, sinks = begun or self._planned(plan, planner)
+        nbytes = self._finish(items, reading)
+        planner.commit(items, sinks)
+        return nbytes
 
-    def _planned_reading(self, plan: LoadPlan, planner: LoadPlanner) -> Reading:
+    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, Sinks]:
         items = ReadItems.of(plan)
         sinks, places = planner.sinks(items), planner.places(items)
-        return self._reading(items, sinks, places, planner.staging)
+        return self._reading(items, sinks, places, planner.staging), sinks
 
     def read_tensors(
         self,
