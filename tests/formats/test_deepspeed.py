@@ -110,6 +110,25 @@ def test_opened_and_loaded_like_ours(root):
     assert torch.equal(target["zero"]["module.out.bias"]["fp32"], state("module.out.bias", "fp32"))
 
 
+def test_what_is_left_out_and_what_lies_beside(root):
+    """No optimizer's state, nothing told of how a parameter was put together, other folders."""
+    (root / "zero/optimizer_state.pt").unlink()
+    bare = root / "zero/module.out.bias"
+    for key in ("fp32", "exp_avg", "exp_avg_sq"):
+        torch.save({"param": state(bare.name, key)}, bare / f"{key}.pt")
+    found = deepspeed.find(root)
+    assert "optimizer_state" not in found.state
+    assert list(found.user_metadata["parameters"]) == ["module.embed.weight"]
+    assert arrays_of(found)["zero.module.out.bias.fp32"].tolist() == found_bits(bare.name)
+    for name in NAMES:
+        (root / "zero" / name / "fp32.pt").unlink()
+    assert not deepspeed.recognises(root)
+
+
+def found_bits(name):
+    return state(name, "fp32").numpy().view(np.uint32).tolist()
+
+
 def test_others_are_not_recognised(tmp_path):
     assert not deepspeed.recognises(tmp_path)
     assert not deepspeed.recognises(tmp_path / "gone")

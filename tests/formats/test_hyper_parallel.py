@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
+import safetensors.numpy
+import torch
 from foreign_files import DATA, arrays_of, leaves, outline_of, without_libraries, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,6 +30,7 @@ from shardkeep.errors import (
     UnsupportedValueError,
 )
 from shardkeep.foreign.found import Part, Raw, StoredTensor
+from shardkeep.foreign.layout import Outline
 from shardkeep.foreign.tables import tables_of
 from shardkeep.formats import hyper_parallel
 from shardkeep.formats.hyper_parallel import finding
@@ -282,12 +285,96 @@ def test_metadata_that_lies_is_refused(library, tmp_path, changes):
 def test_boxes_that_overlap_or_leave_gaps_are_refused(library, tmp_path):
     chunk = library.ChunkStorageMetadata
     for number, chunks in enumerate(
-        ([chunk((0, 0), (4, 3)), chunk((2, 0), (4, 3))], [chunk((1, 0), (4, 3))])
+        (
+            [chunk((0, 0), (4, 3)), chunk((2, 0), (4, 3))],
+            [chunk((1, 0), (4, 3))],
+            [chunk((0,), (4,))],
+            [chunk((0, 0), (4, 3, 1))],
+        )
     ):
         folder = tmp_path / str(number)
         folder.mkdir()
         with pytest.raises(CheckpointError):
             tables_of(hyper_parallel.find(put(folder, good(library, chunks=chunks, length=5))))
+
+
+def test_paths_that_are_none_leave_names_as_they_are(library, tmp_path):
+    planner = {"w": "w", "step": ("a", "b")}
+    found = hyper_parallel.find(put(tmp_path, good(library, planner=planner, length=5)))
+    assert found.state["a"] == {"b": 7}
+    assert arrays_of(found)["w"].shape == (4, 3)
+
+
+def test_a_folder_without_metadata(tmp_path):
+    with pytest.raises(FormatError, match="no metadata of HyperParallel"):
+        hyper_parallel.find(tmp_path)
+
+
+def test_bytes_that_look_like_a_pickle_of_no_protocol_stay_bytes(library, tmp_path):
+    root = put(tmp_path, good(library, length=4))
+    (root / "_rank0_.bytes").write_bytes(b"\x80\xff\xff.")
+    assert hyper_parallel.find(root).state["step"] == b"\x80\xff\xff."
+
+
+@pytest.mark.parametrize("holds", [[1, 2], {"w": 3}, {1: torch.ones(2)}], ids=repr)
+def test_files_of_torch_that_hold_other_things(library, tmp_path, holds):
+    root = put(tmp_path, good(library, length=5))
+    torch.save(holds, root / "_rank0_.safetensors")
+    with pytest.raises(FormatError, match="by name"):
+        hyper_parallel.find(root)
+
+
+@pytest.fixture
+def of_ranks(library, tmp_path):
+    """Metadata of two ranks, each with a file of its own."""
+    root = put(tmp_path, b"")
+    (root / ".metadata").unlink()
+
+    def make(rank, **changes):
+        file = f"_rank{rank}_.safetensors"
+        metadata = good(library, **{"length": 5, "file": file, **changes})
+        (root / f"{rank}.metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+        array = np.arange(12, dtype=np.float32).reshape(4, 3)
+        safetensors.numpy.save_file({"w": array + rank}, root / file)
+        return root
+
+    return make
+
+
+def test_ranks_that_tell_of_another_tensor(of_ranks):
+    of_ranks(0)
+    with pytest.raises(FormatError, match="and on another rank"):
+        hyper_parallel.find(of_ranks(1, dtype="torch.int32"))
+
+
+def test_a_tensor_that_is_a_value_on_another_rank(library, of_ranks):
+    of_ranks(1)
+    root, metadata = of_ranks(0), good(library, length=5)
+    metadata.state_dict_metadata["step"] = metadata.state_dict_metadata["w"]
+    place = library.StorageInfo("_rank0_.safetensors", 0, -1, "w")
+    metadata.storage_data[library.MetadataIndex("step", (0, 0), 0)] = place
+    (root / "0.metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    with pytest.raises(FormatError, match="step is a tensor on one rank and a value on another"):
+        hyper_parallel.find(root)
+
+
+def test_copies_of_boxes_that_differ_are_not_chosen_from(library, of_ranks):
+    """Of one tensor, all of them are kept by rank; boxes of several cannot be told apart."""
+    root = of_ranks(0)
+    assert set(hyper_parallel.find(of_ranks(1)).state["w"]) == {"rank0", "rank1"}
+    chunk = library.ChunkStorageMetadata
+    for rank in range(2):
+        chunks = [chunk((0, 0), (4, 3)), chunk((4 * rank + 4, 0), (4, 3))]
+        metadata = good(
+            library, length=5, size=(12, 3), chunks=chunks, file=f"_rank{rank}_.safetensors"
+        )
+        for box in chunks:
+            metadata.storage_data[library.MetadataIndex("w", box.offsets, 0)] = library.StorageInfo(
+                f"_rank{rank}_.safetensors", 0, -1, "w"
+            )
+        (root / f"{rank}.metadata").write_bytes(pickle.dumps(metadata, protocol=4))
+    with pytest.raises(CorruptionError, match="nothing says which is right"):
+        hyper_parallel.find(root)
 
 
 class Harm:
@@ -462,3 +549,17 @@ def test_lists_ints_and_ties(tmp_path):
 def test_what_it_cannot_hold_is_refused_by_name(state):
     with pytest.raises(UnsupportedValueError, match="odd"):
         hyper_parallel.lay_out(outline_of(state)[0])
+
+
+@pytest.mark.parametrize("platform", ["torch", "mindspore"])
+def test_types_that_a_platform_lacks(platform):
+    state = {"odd": np.zeros(2, np.complex128 if platform == "mindspore" else ml_dtypes.int4)}
+    with pytest.raises(UnsupportedValueError, match=f"odd .* which {platform} lacks"):
+        hyper_parallel.lay_out(outline_of(state)[0], platform=platform)
+
+
+def test_a_platform_or_a_state_of_another_kind():
+    with pytest.raises(ValueError, match="platform must be"):
+        hyper_parallel.lay_out(outline_of({})[0], platform="jax")
+    with pytest.raises(UnsupportedValueError, match="not a list"):
+        hyper_parallel.lay_out(Outline([], {}, {}))

@@ -117,6 +117,21 @@ def test_shapes_that_cannot_have_been_are_refused(shape):
         _reformed(stored, {"nd_reformulated_orig_global_shape": shape}, "w")
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        Part((0, 0, 0), (2, 1, 6), Raw("x", 0)),
+        Part((0, 0, 0), (1, 1, 6), Raw("x", 0, (6, 6, 2))),
+        Part((0, 0, 0), (1, 1, 6), None),
+    ],
+    ids=["several", "strided", "made"],
+)
+def test_pieces_that_cannot_be_put_together(part):
+    stored = StoredTensor("int16", (2, 2, 6), (part,))
+    with pytest.raises(FormatError, match="w is stored in pieces"):
+        _reformed(stored, {"nd_reformulated_orig_global_shape": (4, 6)}, "w")
+
+
 # --- damage and harm ------------------------------------------------------------------------------
 
 
@@ -215,3 +230,28 @@ def test_links_out_of_the_checkpoint_are_not_followed(root, tmp_path):
     (root / "common.pt").rename(tmp_path / "outside.pt")
     (root / "common.pt").symlink_to(tmp_path / "outside.pt")
     refused(root, UnsafeCheckpointError, "link")
+
+
+def saved(folder, state):
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_without_a_configuration(tmp_path):
+    """As torch alone would write it: what all ranks share may be missing, then."""
+    root = saved(tmp_path / "a", {"w": torch.arange(3)})
+    found = megatron.find(root)
+    assert arrays_of(found)["w"].view(np.int64).tolist() == [0, 1, 2]
+    assert set(found.state) == {"w"}
+    (root / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    assert set(megatron.find(root).state) == {"w"}
+    (root / "metadata.json").write_text(
+        '{"sharded_backend": "torch_dist", "common_backend": "torch"}'
+    )
+    refused(root, CorruptionError, r"lacks common\.pt")
+
+
+def test_something_sharded_that_is_called_common(tmp_path):
+    root = saved(tmp_path / "a", {"common": torch.arange(3)})
+    torch.save({"iteration": 1}, root / "common.pt")
+    refused(root, FormatError, "something sharded is called 'common'")

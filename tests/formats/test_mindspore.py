@@ -25,8 +25,11 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.crc import combined
 from shardkeep.foreign.found import StoredTensor
+from shardkeep.foreign.safetensors_header import lay_out_entries
 from shardkeep.formats import mindspore
-from shardkeep.formats.mindspore.wire import bytes_head, varint
+from shardkeep.formats.mindspore import ckpt, tensor_files
+from shardkeep.formats.mindspore.checksums import crc_of
+from shardkeep.formats.mindspore.wire import Damaged, Field, Stretch, bytes_head, varint
 
 FOLDER = DATA / "mindspore"
 
@@ -95,6 +98,17 @@ def value(tag, dims=(), kind="Int8", content=b"\1"):
     return bytes_head(1, len(body)) + body
 
 
+def parameter(*fields):
+    """A value of these fields, each a number and bytes."""
+    body = b"".join(bytes_head(number, len(data)) + data for number, data in fields)
+    return bytes_head(1, len(body)) + body
+
+
+def mapped(*tensors):
+    """A value that is a map."""
+    return parameter((1, b"m"), (3, b"".join(bytes_head(1, len(t)) + t for t in tensors)))
+
+
 def put(tmp_path, data):
     path = tmp_path / "made.ckpt"
     path.write_bytes(data)
@@ -138,6 +152,31 @@ def test_maps_are_lists_of_their_tensors(tmp_path):
     assert arrays_of(found)["m.1"].view("f4").tolist() == [[1.0, 1.0]] * 5
 
 
+def test_fields_that_are_not_known_are_passed_over(tmp_path):
+    """Of every kind there is, in a value and in a tensor: versions to come may have them."""
+    more = b"\x48\5" + b"\x49" + bytes(8) + b"\x4d" + bytes(4) + bytes_head(9, 2) + b"ab"
+    inner = more + tensor((2,), "Int8", b"\4\5") + more
+    body = more + bytes_head(1, 1) + b"a" + bytes_head(2, len(inner)) + inner + more
+    found = mindspore.find(put(tmp_path, bytes_head(1, len(body)) + body))
+    assert arrays_of(found)["a"].tolist() == [4, 5]
+
+
+def test_texts_without_end_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(ckpt, "_MAX_TEXT", 12)
+    made = value("a", (0,), "str", "abc".encode("utf-32-le"))
+    assert mindspore.find(put(tmp_path, made)).state == {"a": "abc"}
+    with pytest.raises(FormatError, match="a text of more than"):
+        mindspore.find(put(tmp_path, made + value("a", (0,), "str", bytes(4))))
+
+
+def test_files_that_become_shorter_while_they_are_read(tmp_path):
+    path = put(tmp_path, b"1234")
+    with pytest.raises(CorruptionError, match="became shorter"):
+        crc_of(path, 0, 5)
+    with path.open("rb") as file, pytest.raises(Damaged, match="became shorter"):
+        Stretch(file, 0, 5).read(Field(1, 2, 0, 0, 5))
+
+
 HUGE = 2**62
 BAD = {
     "empty tag": bytes_head(1, 0),
@@ -167,6 +206,21 @@ BAD = {
     "type too long": value("a", (), "F" * 100),
     "text that is none": value("a", (0,), "str", b"\0\xd8\0\0"),
     "text cut": value("a", (0,), "str", b"abc"),
+    "a tensor without a type": parameter((1, b"a"), (2, bytes_head(3, 1) + b"1")),
+    "a tensor without content": parameter((1, b"a"), (2, bytes_head(2, 4) + b"Int8")),
+    "extents of eight bytes each": parameter(
+        (1, b"a"), (2, b"\x09" + bytes(8) + tensor((), "Int8", b"1"))
+    ),
+    "thousands of packed extents": parameter(
+        (1, b"a"), (2, bytes_head(1, 10241) + b"\1" * 10241 + tensor((), "Int8", b"1"))
+    ),
+    "a tensor and a map of one name": mapped(tensor((1,), "Int8", b"1"))
+    + value("m", (1,), "Int8", b"1"),
+    "maps of other numbers of tensors": mapped(tensor((1,), "Int8", b"1"))
+    + mapped(*[tensor((1,), "Int8", b"1")] * 2),
+    "a map without rows": mapped(tensor((), "Int8", b"1")),
+    "a map of rows that differ": mapped(tensor((1, 2), "Int8", b"12"))
+    + mapped(tensor((1, 3), "Int8", b"123")),
     "a name twice": value("a") + value("b") + value("a"),
     "wrong checksum": value("a") + b"crc_num" + bytes(10),
     "checksum of too many bytes": value("a") + b"crc_num" + b"\xff" * 10,
@@ -261,6 +315,48 @@ def test_merged_folders(tmp_path, wrap):
 def test_folders_that_lie(tmp_path, table, error):
     with pytest.raises(error):
         mindspore.find(folder(tmp_path, table))
+
+
+def test_a_map_of_any_size_is_not_read(tmp_path, monkeypatch):
+    root = folder(tmp_path, {"half": "part0.safetensors"})
+    monkeypatch.setattr(tensor_files, "_MAX_MAP", (root / tensor_files.MAP).stat().st_size)
+    assert set(mindspore.find(root).state) == {"half"}
+    monkeypatch.setattr(tensor_files, "_MAX_MAP", tensor_files._MAX_MAP - 1)
+    with pytest.raises(FormatError, match="more than"):
+        mindspore.find(root)
+
+
+def safetensors_file(path, metadata, **entries):
+    header, starts, size = lay_out_entries(
+        [(n, d, s) for n, (d, s, _) in entries.items()], metadata
+    )
+    data = bytearray(header.ljust(size, b"\0"))
+    for name, (_, _, content) in entries.items():
+        data[starts[name] : starts[name] + len(content)] = content
+    path.write_bytes(data)
+
+
+def test_packed_elements_are_refused(tmp_path):
+    entries = {"w": ("uint8", (2,), b"ab"), "v": ("uint8", (1,), b"c")}
+    safetensors_file(tmp_path / "x", {"format": "ms", "w": "qint4x2"}, **entries)
+    with pytest.raises(FormatError, match=r"w in .* packed type qint4x2"):
+        mindspore.find(tmp_path / "x")
+
+
+@pytest.mark.parametrize("value", [5, -5])
+def test_checksums_of_integers_without_dimensions(tmp_path, value):
+    """Taken over as many zeros as they say, so that there is none over a negative one."""
+    told = zlib.crc32(b"ab", zlib.crc32(b"w", zlib.crc32(bytes(max(value, 0)), zlib.crc32(b"n"))))
+    entries = {
+        "n": ("int64", (), value.to_bytes(8, "little", signed=True)),
+        "w": ("uint8", (2,), b"ab"),
+    }
+    safetensors_file(tmp_path / "x", {"format": "ms", "crc_num": str(told)}, **entries)
+    if value > 0:
+        assert arrays_of(mindspore.find(tmp_path / "x"))["w"].tobytes() == b"ab"
+        return
+    with pytest.raises(CorruptionError, match="its checksum is"):
+        mindspore.find(tmp_path / "x")
 
 
 def test_a_link_out_of_the_folder_is_not_followed(tmp_path):
@@ -362,6 +458,22 @@ def test_what_its_checksum_does_not_cover(value):
     outline, _ = outline_of({"step": value})
     with pytest.raises(UnsupportedValueError, match="does not cover step"):
         mindspore.lay_out(outline, format="safetensors", crc=True)
+
+
+def test_numbers_in_safetensors(tmp_path):
+    outline, arrays = outline_of({"w": np.arange(3), "step": 7, "lr": 0.1, "on": True})
+    write(mindspore.lay_out(outline, format="safetensors"), arrays, tmp_path / "x")
+    got = arrays_of(mindspore.find(tmp_path / "x"))
+    assert (got["step"].view("i8"), got["lr"].view("f8"), got["on"]) == (7, 0.1, 1)
+    assert got["w"].tolist() == [0, 1, 2]
+
+
+def test_names_and_forms_that_are_refused():
+    outline, _ = outline_of({"x" * 4097: np.zeros(2)})
+    with pytest.raises(UnsupportedValueError, match="longer than 4096 bytes"):
+        mindspore.lay_out(outline)
+    with pytest.raises(ValueError, match="not 'mindir'"):
+        mindspore.lay_out(outline, format="mindir")
 
 
 def test_texts_have_no_place_in_safetensors():
