@@ -1,5 +1,6 @@
 """Rare forms of files of torch and safetensors, and what is refused in each: built by hand."""
 
+import contextlib
 import io
 import pickle
 import struct
@@ -8,10 +9,19 @@ import zipfile
 import numpy as np
 import pytest
 
-from shardkeep import CheckpointError, CorruptionError, FormatError
+from shardkeep import CheckpointError, CorruptionError, FormatError, UnsupportedValueError
+from shardkeep.foreign import headers, safetensors_header
+from shardkeep.foreign.found import Found, Part, Raw, StoredTensor
+from shardkeep.foreign.found import whole as whole_tensor
+from shardkeep.foreign.headers import read_whole_header
+from shardkeep.foreign.numpy_stand_ins import NumpyDType
+from shardkeep.foreign.regular_files import read_whole
 from shardkeep.foreign.safetensors_header import is_safetensors, lay_out_entries, read_entries
+from shardkeep.foreign.tables import tables_of
+from shardkeep.foreign.torch_objects import Finishing
 from shardkeep.foreign.torch_zip import Archive
 from shardkeep.formats.torch_save.legacy import read_stream
+from shardkeep.stores.local import LocalStore
 
 FULL = 0xFFFFFFFF
 CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
@@ -84,6 +94,49 @@ def test_another_name_in_the_header_of_an_entry():
     data[30] ^= 1
     with pytest.raises(CorruptionError, match="another name"):
         archive_of(bytes(data)).read("a", 10)
+
+
+def test_entries_that_are_not_there_or_too_large():
+    archive = archive_of(bytes(zipped(a=b"abc")))
+    with pytest.raises(CorruptionError, match="it has no b"):
+        archive.read("b", 10)
+    assert archive.read("a", 3) == b"abc"
+    with pytest.raises(FormatError, match="a has 3 bytes, at most 2 do"):
+        archive.read("a", 2)
+
+
+@pytest.mark.parametrize(("length", "what"), [(20, "is cut"), (60, "1 entries, expected 2")])
+def test_a_directory_whose_rows_do_not_fill_it(length, what):
+    data = zipped(**{"a" * 60: b"abc"})  # a row as long as the shortest two
+    data[data.index(b"PK\1\2") + 28] = length
+    data[-14:-10] = struct.pack("<HH", 2, 2)
+    with pytest.raises(CorruptionError, match=what):
+        archive_of(bytes(data))
+
+
+@pytest.mark.parametrize("wrong", ["mark", "place"])
+def test_a_large_end_record_that_is_elsewhere(wrong):
+    data = zipped(a=b"abc")
+    at = data.index(b"PK\5\6")
+    end = list(struct.unpack("<IHHHHIIH", data[at:]))
+    record = struct.pack("<IQHHIIQQQQ", 0x06064B50, 44, 45, 45, 0, 0, 1, 1, end[5], end[6])
+    end[3:7] = 0xFFFF, 0xFFFF, FULL, FULL
+
+    def whole(record: bytes, place: int) -> bytes:
+        locator = struct.pack("<IIQI", 0x07064B50, 0, place, 1)
+        return bytes(data[:at]) + record + locator + struct.pack("<IHHHHIIH", *end)
+
+    assert archive_of(whole(record, at)).read("a", 10) == b"abc"
+    broken = whole(b"no" + record[2:], at) if wrong == "mark" else whole(record, at + 1)
+    with pytest.raises(CorruptionError, match="large end record"):
+        archive_of(broken)
+
+
+def test_files_larger_than_what_they_hold_takes(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert read_whole(tmp_path, "a", 3) == b"abc"
+    with pytest.raises(FormatError, match="has 3 bytes, at most 2"):
+        read_whole(tmp_path, "a", 2)
 
 
 # --- streams of old
@@ -161,6 +214,23 @@ def test_storages_that_are_cut():
         read_stream(Bytes(whole.data[:-1]), "here")
 
 
+@pytest.mark.parametrize(
+    ("keys", "error"),
+    [
+        (("0",), FormatError),
+        ([0], FormatError),
+        (["0", "0"], CorruptionError),
+        (["1"], CorruptionError),
+    ],
+    ids=repr,
+)
+def test_storages_that_are_listed_otherwise(keys, error):
+    good, listed = stream(tensor(storage(4), 4)).data, pickle.dumps(["0"], 2)
+    assert good.count(listed) == 1
+    with pytest.raises(error, match="listed"):
+        read_stream(Bytes(good.replace(listed, pickle.dumps(keys, 2))), "here")
+
+
 # --- safetensors
 
 
@@ -185,3 +255,64 @@ def test_headers_that_lie(tmp_path):
     path.write_bytes(b"{}")
     assert not is_safetensors(path)
     assert not is_safetensors(tmp_path / "nothing")
+
+
+def test_elements_of_less_than_a_byte(tmp_path):
+    path = tmp_path / "x.safetensors"
+    good, _, size = lay_out_entries([("a", "float32", (2,))])
+    path.write_bytes(good.replace(b'"F32"', b'"F4" ').ljust(size, b"\0"))
+    with pytest.raises(FormatError, match="a"):
+        read_entries(path)
+
+
+def test_names_that_a_header_has_no_room_for(monkeypatch):
+    with pytest.raises(UnsupportedValueError, match="__metadata__"):
+        lay_out_entries([("__metadata__", "int8", (1,))])
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER", 200)
+    assert lay_out_entries([("a", "int8", (1,))])
+    with pytest.raises(UnsupportedValueError, match="header"):
+        lay_out_entries([("a" * 200, "int8", (1,))])
+
+
+def test_a_header_longer_than_any(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes((90).to_bytes(8, "little") + b"{}".ljust(90))
+    with contextlib.closing(LocalStore(tmp_path).open("a")) as file:
+        assert read_whole_header(file, "here")[0] == {}
+        monkeypatch.setattr(headers, "MAX_HEADER", 89)
+        with pytest.raises(FormatError, match="a header of 90 bytes"):
+            read_whole_header(file, "here")
+
+
+# --- what graphs are finished into
+
+
+def test_keys_that_become_one():
+    one, two = NumpyDType("float32"), NumpyDType("float32")
+    assert Finishing("", "here").finished({one: 1}) == {"float32": 1}
+    with pytest.raises(FormatError, match="two keys of a dict become one"):
+        Finishing("", "here").finished({one: 1, two: 2})
+
+
+def test_states_that_are_none(tmp_path):
+    not_equal = {float("nan"): 1, float("nan"): 2}
+    for state, what in (
+        (5, "a single value, not a state"),
+        ({"a": not_equal}, "a has a key twice"),
+    ):
+        with pytest.raises(FormatError, match=what):
+            tables_of(Found("x", tmp_path, state))
+
+
+def test_tensors_at_any_depth_of_sequences_have_names(tmp_path):
+    stored = whole_tensor("int8", (1,), Raw("f", 0))
+    (tmp_path / "f").write_bytes(b"1")
+    tables = tables_of(Found("x", tmp_path, {"a": [[1, [stored]], 2]}))
+    assert list(tables.structure.names) == ["a.0.0", "a.0.1.0", "a.1"]
+
+
+def test_parts_of_other_dimensions(tmp_path):
+    (tmp_path / "f").write_bytes(b"1234")
+    for part in (Part((0,), (2, 2), Raw("f", 0)), Part((0, 0), (2, 0), Raw("f", 0))):
+        stored = StoredTensor("int8", (2, 2), (part,))
+        with pytest.raises(FormatError, match="a has a part"):
+            tables_of(Found("x", tmp_path, {"a": stored}))

@@ -22,7 +22,7 @@ from shardkeep.errors import CheckpointError, CorruptionError, FormatError, Unsa
 from shardkeep.foreign import pickles
 from shardkeep.foreign.numpy_stand_ins import NumpyArray
 from shardkeep.foreign.stand_ins import Record, records
-from shardkeep.foreign.torch_stand_ins import TORCH, TorchDevice, TorchDType, TorchSize
+from shardkeep.foreign.torch_stand_ins import TORCH, Storage, TorchDevice, TorchDType, TorchSize
 from shardkeep.values import same
 
 HERE = Path(__file__).parent
@@ -322,3 +322,103 @@ def test_what_stands_for_torchs_plain_types_is_compared_with_them():
     assert dtype != torch.float64
     assert dtype != "torch.float32"
     assert (repr(dtype), len({dtype, TorchDType("float32")})) == ("torch.float32", 1)
+
+
+# --- parts of other systems' pickles
+
+
+def test_dtypes_named_by_a_class_and_scalars_as_text():
+    made = pickles.load(p4(call("numpy", "dtype", glob("numpy", "float32"))), where="x")
+    assert made.name == "float32"
+    dtype = call("numpy", "dtype", u("i2"))
+    text = call("numpy.core.multiarray", "scalar", dtype, b"X\2\0\0\0\5\1")
+    assert pickles.load(p4(text), where="x") == 0x105
+
+
+def test_states_of_classes_with_slots_are_joined():
+    known = records("m", "Slotted")
+    for state, wanted in (
+        (({"a": 1}, {"b": 2}), {"a": 1, "b": 2}),
+        ((None, {"b": 2}), {"b": 2}),
+        (({"a": 1}, 2), ({"a": 1}, 2)),
+    ):
+        body = glob("m", "Slotted") + b")R" + pickle.dumps(state, 2)[2:-1] + b"b"
+        assert pickles.load(p4(body), where="x", classes=known).state == wanted
+
+
+def test_a_file_is_read_as_its_bytes_are(tmp_path):
+    (tmp_path / "a").write_bytes(pickle.dumps([1, 2]))
+    with (tmp_path / "a").open("rb") as file:
+        assert pickles.load(file, where="x") == [1, 2]
+    with (tmp_path / "a").open("rb") as file, pytest.raises(FormatError, match="more than 9 bytes"):
+        pickles.load(file, where="x", limits=pickles.Limits(nbytes=9))
+
+
+def test_memos_that_were_never_put():
+    for code in (b"h\1", b"g1\n", b"j\1\0\0\0"):
+        with pytest.raises(FormatError):
+            pickles.load(b"\x80\4K\1q\0" + code + b".", where="x")
+
+
+def test_sets_are_made_of_sequences():
+    assert pickles.load(p4(call("builtins", "set", b"](K\1K\2e")), where="x") == {1, 2}
+    for other in (u("abc"), b"}" + u("k") + b"K\1s", b"K\1"):
+        with pytest.raises(FormatError, match=r"no builtins\.set is made from this"):
+            pickles.load(p4(call("builtins", "set", other)), where="x")
+
+
+def test_a_tuple_too_large_for_a_key():
+    wide = "(" + "K\1" * 30 + "t"
+    nested = wide.encode()
+    for _ in range(3):
+        nested = b"(" + nested + b"q\0" + b"h\0" * 30 + b"t"
+    with pytest.raises(FormatError, match="too large for a key"):
+        pickles.load(b"\x80\4}" + nested + b"K\1s.", where="x")
+
+
+def test_torchs_names_and_classes_of_tensors():
+    named = "torch.serialization", "_get_layout"
+    assert pickles.load(p4(call(*named, u("torch.strided"))), where="x", classes=TORCH).name
+    for wrong in (b"K\1", pickle.dumps("x" * 101, 2)[2:-1]):
+        with pytest.raises(FormatError, match="no name"):
+            pickles.load(p4(call(*named, wrong)), where="x", classes=TORCH)
+    rebuild = glob("torch._utils", "_rebuild_tensor_v2")
+    other = call(
+        "torch._tensor", "_rebuild_from_type_v2", rebuild, glob("torch", "Size"), b")", b"}"
+    )
+    with pytest.raises(FormatError, match="a tensor of class torch.Size cannot be read"):
+        pickles.load(p4(other), where="x", classes=TORCH)
+
+
+def test_lazy_bits_are_refused():
+    def persistent(given_):
+        return Storage("float32", 16)
+
+    def tensor(bits):
+        size = b"K\4\x85K\1\x85"
+        fields = (b"K\0Q", b"K\0", size, b"\x89", b"N", bits)
+        return p4(call("torch._utils", "_rebuild_tensor_v2", *fields))
+
+    made = pickles.load(
+        tensor(b"}" + u("conj") + b"\x89s"), where="x", classes=TORCH, persistent=persistent
+    )
+    assert made.shape == (4,)
+    with pytest.raises(FormatError, match="lazy bits"):
+        pickles.load(
+            tensor(b"}" + u("conj") + b"\x88s"), where="x", classes=TORCH, persistent=persistent
+        )
+
+
+def test_parameters_of_arrays_of_numpy():
+    array = pickle.dumps(np.arange(3), 2)[2:-1]
+    device = call(
+        "torch._utils", "_rebuild_device_tensor_from_numpy", array, b"N", u("xla"), b"\x89"
+    )
+    made = pickles.load(p4(device), where="x", classes=TORCH)
+    assert made.array().tolist() == [0, 1, 2]
+    with pytest.raises(FormatError, match="a parameter that is no tensor"):
+        pickles.load(
+            p4(call("torch._utils", "_rebuild_parameter", b"K\1", b"\x88", b"N")),
+            where="x",
+            classes=TORCH,
+        )
