@@ -8,7 +8,11 @@ import torch
 
 import shardkeep
 from shardkeep import UnsupportedValueError
-from shardkeep.dtypes import TABLE
+from shardkeep.adapters import torch_devices
+from shardkeep.adapters.torch_devices import DeviceSink, DeviceSource, PinnedStaging
+from shardkeep.adapters.torch_tensors import TorchTensors
+from shardkeep.arrays import HostSink, SmallPart
+from shardkeep.dtypes import TABLE, lookup
 
 DTYPES = [row for row in TABLE.values() if row.torch]
 
@@ -258,3 +262,80 @@ def test_a_storage_that_was_shrunk_is_refused_by_name(tmp_path, left):
         shardkeep.save({"w": tensor}, tmp_path / "x")
     with pytest.raises(UnsupportedValueError, match="w: the tensor needs"):
         shardkeep.load({"w": tensor}, tmp_path / "whole")
+
+
+# --- memory of devices, as far as that can be tried without one
+
+
+class Unpinned(PinnedStaging):
+    """Plain memory in the place of what a device's driver registers."""
+
+    def _pinned(self, nbytes):
+        return np.zeros(nbytes, np.uint8)
+
+
+def test_buffers_are_kept_if_they_are_of_one_size_and_not_too_many(monkeypatch):
+    monkeypatch.setattr(torch_devices, "MOST_KEPT", 20)
+    staging = Unpinned()
+    first, second, third = (staging.allocate(8) for _ in range(3))
+    for buffer in (first, second, third):
+        staging.release(buffer)
+    assert staging.allocate(8) is second
+    assert staging.allocate(8) is first
+    assert staging.allocate(8) is not third
+    staging.release(first)
+    staging.release(np.zeros(4, np.uint8))
+    assert len(staging.allocate(4)) == 4
+    assert staging.allocate(8) is not first
+    staging.release(first)
+    assert staging.allocate(4) is not first
+
+
+def test_small_sources_are_gathered_one_behind_the_other():
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj()
+    plain = torch.arange(3, dtype=torch.int16)
+    sources = [DeviceSource(lazy, lookup("complex64")), DeviceSource(plain, lookup("int16"))]
+    out = np.zeros(22, np.uint8)
+    Unpinned().begin_gather(sources, out)
+    assert out[:16].view("c8").tolist() == [1 - 2j, 3 + 4j]
+    assert out[16:].view("i2").tolist() == [0, 1, 2]
+
+
+def test_what_can_be_duplicated_is_a_copy_of_its_own():
+    tensor = torch.arange(6.0).reshape(2, 3).t()
+    (copy,) = Unpinned().duplicate([DeviceSource(tensor, lookup("float32"))])
+    tensor += 1
+    assert copy.tensor.is_contiguous()
+    assert copy.tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def small_part(tensor, kind="float32"):
+    sink = DeviceSink(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    return SmallPart(0, 4, sink, 8, lookup(kind), 0)
+
+
+def test_parts_are_scattered_on_their_device_only():
+    cpu, whole = torch.device("cpu"), torch.arange(6.0)
+    parts = [small_part(whole)]
+    assert Unpinned().begin_scatter(np.zeros(4, np.uint8), parts) is parts
+    other = [small_part(HostSink(np.zeros(2, np.uint32), lookup("float32")))]
+    assert Unpinned().begin_scatter(np.zeros(4, np.uint8), other) is other
+    torch_devices._place(parts[0], cpu).copy_(torch.tensor([7.0]).view(torch.uint8))
+    assert whole.tolist() == [0, 1, 7, 3, 4, 5]
+    assert torch_devices._place(other[0], cpu) is None
+    assert torch_devices._place(small_part(whole, "int32"), cpu) is None
+    assert torch_devices._place(small_part(whole.reshape(2, 3).t()), cpu) is None
+    assert torch_devices._place(small_part(whole), torch.device("meta")) is None
+
+
+def test_blocks_go_to_memory_of_any_type():
+    target = torch.zeros(2, 3, dtype=torch.float64)
+    sink = DeviceSink(target)
+    sink.put((0, 1), np.array([[1.5], [2.5]], "f4").view("u4"), lookup("float32"))
+    sink.put((1, 0), np.array([[7.0]]).view("u8"), lookup("float64"))
+    assert target.tolist() == [[0, 1.5, 0], [7, 2.5, 0]]
+
+
+def test_elements_that_torch_lacks():
+    with pytest.raises(UnsupportedValueError, match="torch has no dtype int4"):
+        TorchTensors().from_numpy(np.zeros(2, np.uint8), lookup("int4"))

@@ -112,3 +112,49 @@ def test_sizes():
     assert parse_size("1.5 KiB") == 1536
     with pytest.raises(ValueError, match="not a size"):
         parse_size("5 apples")
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": 3}', "{"])
+def test_a_file_of_names_that_is_none(source, tmp_path, text):
+    (tmp_path / "names.json").write_text(text)
+    done = run(2, "convert", source, tmp_path / "b", "--mapping", tmp_path / "names.json")
+    assert "names.json" in done.stderr
+    assert not (tmp_path / "b").exists()
+
+
+def test_options_of_a_format(source, tmp_path):
+    """JSON where that can be read, else text; what the format refuses is said in one line."""
+    names = ("--exclude", "step", "--to", "mindspore")
+    args = ("convert", source, tmp_path / "b.ckpt", *names, "--option")
+    done = run(2, *args, "crc")
+    assert "'crc' is not NAME=VALUE" in done.stderr
+    done = run(2, *args, "format=mindir")
+    assert "format must be" in done.stderr
+    run(0, *args, "crc=true")
+    assert (tmp_path / "b.ckpt").read_bytes()[-17:-10] == b"crc_num"
+
+
+def test_what_a_format_does_not_hold_is_named(source, tmp_path):
+    shardkeep.save({"x": np.zeros(2, "c8")}, tmp_path / "c", no_dist=True)
+    done = run(2, "convert", tmp_path / "c", tmp_path / "b.ckpt", "--to", "mindspore")
+    assert "x has elements of type complex64" in done.stderr
+
+
+# --- checkpoints of others
+
+
+def test_show_of_another_systems_file(tmp_path):
+    torch = pytest.importorskip("torch")
+    tied = torch.arange(6.0).reshape(2, 3)
+    torch.save({"w": tied, "v": tied, "step": 7}, tmp_path / "a.pt")
+    found = json.loads(run(0, "show", tmp_path / "a.pt", "--json").stdout)
+    assert found["format"] == {"name": "torch.save"}
+    done = run(0, "show", tmp_path / "a.pt", "w").stdout
+    assert "2x3" in done
+    listed = run(0, "show", tmp_path / "a.pt").stdout
+    assert "save id" not in listed
+    assert "2 tensors, 1 value" in listed
+    assert found["file_bytes"] == (tmp_path / "a.pt").stat().st_size

@@ -386,7 +386,7 @@ def test_torchs_names_and_classes_of_tensors():
     other = call(
         "torch._tensor", "_rebuild_from_type_v2", rebuild, glob("torch", "Size"), b")", b"}"
     )
-    with pytest.raises(FormatError, match="a tensor of class torch.Size cannot be read"):
+    with pytest.raises(FormatError, match=r"a tensor of class torch\.Size cannot be read"):
         pickles.load(p4(other), where="x", classes=TORCH)
 
 

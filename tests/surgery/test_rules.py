@@ -179,6 +179,10 @@ X = np.zeros((4, 6), np.float32)
         ({"rules": ["split c = x, y, z @ 0"]}, "not 3 equal parts"),
         ({"rules": ["stack e.# = x @ 0"]}, "e.1 is missing, and e.2 is there"),
         ({"rules": ["unstack a = b.# @ 7"]}, "a has shape (4, 6), and no dimension 7"),
+        ({"rules": ["split a = x, y @ 2"]}, "a has shape (4, 6), and no dimension 2"),
+        ({"rules": ["stack s.# = x @ 3"]}, "s.0 has shape (4, 6); there is no such dimension"),
+        ({"rules": ["stack u.# = x @ 0"]}, "u.0 has shape (4, 6) and u.1 (8, 6)"),
+        ({"rules": ["fuse *, *a = *x @ 0"]}, "aa would be used 2 times"),
         ({"rules": ["unstack *1 = *2.# @ 0", "fuse a, b = c @ 0"]}, "there is a c already"),
         ({"cast": ["f64=f32"]}, "cast float64=float32: no tensor of that type matches"),
         ({"cast": ["f32=i32"]}, "there is no cast between these types"),
@@ -187,7 +191,8 @@ X = np.zeros((4, 6), np.float32)
 )
 def test_what_is_wrong_is_said(asked, said):
     arrays = {"a": X, "b": X, "c": np.zeros((8, 6), np.float32), "half": X.astype(np.float16)}
-    arrays |= {"e.0": X, "e.2": X}
+    arrays |= {"e.0": X, "e.2": X, "s.0": X, "u.0": X, "u.1": np.zeros((8, 6), np.float32)}
+    arrays |= {"aa": X, "aaa": X}
     state = Surgery(**asked).operate(stored(arrays), ["step"])
     assert any(said in fault for fault in state.faults), state.faults
     with pytest.raises(shardkeep.PlanError, match="cannot be done as asked"):
@@ -232,6 +237,24 @@ def test_rules_that_cannot_be_read(text):
 
 
 @pytest.mark.parametrize(
+    ("sizes", "what"), [((1,), "2 names, and sizes for 1"), ((3, -1), "a size is negative")]
+)
+def test_sizes_that_make_no_sense(sizes, what):
+    with pytest.raises(ValueError, match=what):
+        Split("x", ("a", "b"), sizes)
+
+
+def test_options_may_be_objects_or_pairs():
+    """As they are written, or as they are read: both are the same."""
+    arrays = {"a": X}
+    text = Surgery(rename=["^a=b"], cast=["f32=bf16"])
+    for rename, cast in ((("^a", "b"), ("f32", "bf16")), (text.rename[0], text.cast[0])):
+        made = Surgery(rename=[rename], cast=[cast])
+        assert (made.rename, made.cast) == (text.rename, text.cast)
+        assert made.operate(stored(arrays), []).tensors["b"].dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "fuse *.q, *.k, *.v = *.qkv @ -1",
@@ -253,6 +276,8 @@ def test_rules_are_written_as_they_are_read(text):
         {"rename": [r"x=\2"]},
         {"cast": ["f32"]},
         {"cast": ["f32=nothing"]},
+        {"cast": [("f32", "nothing")]},
+        {"rename": [("(", "x")]},
     ],
 )
 def test_options_that_cannot_be_read(asked):
@@ -306,3 +331,18 @@ def test_names_have_their_places(state, names, wanted):
 def test_a_container_keeps_its_name():
     _, faults = placed(Structure(nest({"m": {"a": 0}, "b": 0})), {"m.a": 0, "m": 0})
     assert faults == ["m is the name of a container that is not empty"]
+
+
+def test_a_state_that_is_a_single_leaf():
+    one = Structure(0)
+    (name,) = one.names
+    assert placed(one, {name: 0}) == (one, [])
+    made, faults = placed(one, {"a.b": 0})
+    assert (made.root, faults) == (nest({"a.b": 0}), [])
+
+
+def test_names_that_their_places_would_not_have():
+    """Where two paths would be written alike, a name stays what it was."""
+    made, faults = placed(Structure(nest({"a": {"b": 0}, "c": 0})), {"a.b": 0, "a[b]": 0})
+    assert faults == []
+    assert sorted(made.names) == ["a.b", "a[b]"]

@@ -6,6 +6,8 @@ import pytest
 
 import shardkeep
 from shardkeep import PlanError, ShardedArray, Surgery, ThreadRanks
+from shardkeep.formats.native.reader import NativeReader
+from shardkeep.surgery.reading import OperatedReader
 
 
 @pytest.fixture
@@ -118,3 +120,38 @@ def test_torch_tensors_and_ties_are_filled(saved):
     renamed = Surgery(mapping={"net.0.q": "net.a", "net.0.k": "net.b"})
     with pytest.raises(shardkeep.MismatchError, match="shares memory"):
         shardkeep.load(twice, path, no_dist=True, strict=False, surgery=renamed)
+
+
+def test_ties_of_what_surgery_made(saved):
+    """Known to be equal only where all bytes are those of tensors that are."""
+    path, state = saved
+    shardkeep.save(
+        {**state, "same": state["experts"][0].copy()}, path, overwrite=True, no_dist=True
+    )
+    reader = OperatedReader(
+        NativeReader(path),
+        Surgery(
+            rules=["split net.0.q = q.a, q.b @ 0", "stack net.#.k = k @ 0"], cast=["same:f32=bf16"]
+        ),
+    )
+    try:
+        reader.read_metadata()
+        assert reader.same_content("k", "k")
+        assert not reader.same_content("q.a", "q.b")
+        assert not reader.same_content("q.a", "net.1.q")
+        assert not reader.same_content("k", "net.1.q")
+        assert not reader.same_content("same", "experts.0")
+    finally:
+        reader.close()
+    plain = OperatedReader(NativeReader(path), Surgery(exclude=["step"]))
+    try:
+        plain.read_metadata()
+        assert plain.same_content("same", "experts.0")
+        assert not plain.same_content("same", "experts.1")
+    finally:
+        plain.close()
+
+
+def test_readers_that_know_no_boxes():
+    with pytest.raises(TypeError, match="object cannot be loaded with surgery"):
+        OperatedReader(object(), Surgery(select=["a"]))

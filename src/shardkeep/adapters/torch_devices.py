@@ -5,6 +5,8 @@ Copies run on a stream of their own for each thread, between the device and pinn
 used again: no tensor is ever whole on the host. Whoever starts a save or a load has waited
 for the device before (`settle`), so nothing still computes what is copied; an asynchronous save has
 its copies come after that instead (`follow_current`), and asks the device nothing from then on.
+
+What needs a device is marked "no cover": `tests/device` runs it, by hand, where there is one.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class PinnedStaging:
             self._kept.clear()
         return self._pinned(nbytes)
 
-    def _pinned(self, nbytes: int) -> Bytes:
+    def _pinned(self, nbytes: int) -> Bytes:  # pragma: no cover
         """New memory that is registered for as long as it is there."""
         memory = page_aligned(nbytes)
         # Let go of before the memory is: the array that owns it is the last to go.
@@ -75,7 +77,7 @@ class PinnedStaging:
         weakref.finalize(owner, self.pin(memory)).atexit = False
         return memory
 
-    def pin(self, memory: Bytes) -> Callable[[], None]:
+    def pin(self, memory: Bytes) -> Callable[[], None]:  # pragma: no cover
         """Register it; where that is refused, copies still work, through memory of torch's."""
         address = address_of(memory)
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -133,7 +135,7 @@ class PinnedStaging:
             torch._foreach_copy_(places, found)
         return left
 
-    def fence(self) -> Callable[[], None]:
+    def fence(self) -> Callable[[], None]:  # pragma: no cover
         """Behind all that this thread has begun."""
         events = [stream.record_event() for stream in _streams().values()]
 
@@ -143,7 +145,7 @@ class PinnedStaging:
 
         return wait
 
-    def here(self) -> Callable[[], None]:
+    def here(self) -> Callable[[], None]:  # pragma: no cover
         """Behind what this thread's streams wait for."""
         events = {device: stream.record_event() for device, stream in _streams().items()}
 
@@ -154,7 +156,7 @@ class PinnedStaging:
 
         return follow
 
-    def arrival(self) -> Callable[[], bool]:
+    def arrival(self) -> Callable[[], bool]:  # pragma: no cover
         """The device sets a byte of host memory behind each stream's copies."""
         marks = []
         for device, stream in _streams().items():
@@ -164,21 +166,21 @@ class PinnedStaging:
             marks.append(mark)
         return lambda: all(mark[0] for mark in marks)
 
-    def _next_mark(self) -> Bytes:
+    def _next_mark(self) -> Bytes:  # pragma: no cover
         with self._lock:
             if not len(self._marks):
                 self._marks = self._pinned(mmap.PAGESIZE)
             mark, self._marks = self._marks[:1], self._marks[1:]
             return mark
 
-    def _one(self, device: torch.device) -> torch.Tensor:
+    def _one(self, device: torch.device) -> torch.Tensor:  # pragma: no cover
         if device not in self._ones:
             one = torch.ones(1, dtype=torch.uint8, device=device)
             torch.cuda.synchronize(device)  # once: all threads use it from now on
             self._ones[device] = one
         return self._ones[device]
 
-    def be_quiet(self) -> None:
+    def be_quiet(self) -> None:  # pragma: no cover
         """Calls of this thread do not end a graph capture that another is in the middle of."""
         runtime = _runtime_library()
         if runtime is not None:
@@ -210,7 +212,7 @@ class PinnedStaging:
 PINNED = PinnedStaging()
 
 
-def follow_current(device: torch.device) -> None:
+def follow_current(device: torch.device) -> None:  # pragma: no cover
     """What this thread copies from now on comes after what it has asked of the device so far."""
     with _own_stream(device):
         own = torch.cuda.current_stream(device)
@@ -222,7 +224,7 @@ _RELAXED = 2
 
 
 @cache
-def _runtime_library() -> ctypes.CDLL | None:
+def _runtime_library() -> ctypes.CDLL | None:  # pragma: no cover
     """CUDA's runtime as it is loaded already."""
     with contextlib.suppress(OSError, AttributeError), open("/proc/self/maps") as maps:
         for line in maps:
@@ -306,7 +308,7 @@ def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg()
 
 
-def _scratch(nbytes: int, device: torch.device) -> torch.Tensor | None:
+def _scratch(nbytes: int, device: torch.device) -> torch.Tensor | None:  # pragma: no cover
     """Memory of the device, if there is any left.
 
     Torch hands it out again only to this thread's stream, behind what is begun with it now.
