@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 
 import pytest
-from runs import fill, is_state
+from runs import blank, fill, is_state, killed_save, state
 
 import shardkeep
 from shardkeep.formats.native.commit import read_record
 from shardkeep.formats.native.copying import copy_checkpoint
-from shardkeep.manager.cleaning import Cleaned, joined_cleaned
+from shardkeep.manager import restoring
+from shardkeep.manager.belonging import WORD, bind, say_whose
+from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.cleaning import Cleaned, _remove_empty, joined_cleaned
+from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import FOLDER, Pins
-from shardkeep.manager.publishing import _replace
+from shardkeep.manager.publishing import _appear, _replace, remove_dead_copies
 from shardkeep.manager.removal import remove_steps, remove_tree
 from shardkeep.stores.local import LocalStore
 
@@ -247,3 +252,128 @@ def test_cleanings_of_two_tiers_are_told_as_one():
     assert fast == Cleaned(("/fast/a",), 3, ("/fast/b",), ("/fast/c: no",))
     both = joined_cleaned([Cleaned(("d",), 4), fast])
     assert both == Cleaned(("d", "/fast/a"), 7, ("/fast/b",), ("/fast/c: no",))
+
+
+@pytest.mark.parametrize("code", [errno.ENOTEMPTY, errno.EIO])
+def test_a_copy_whose_place_is_taken_at_the_last_moment(run, brought, code):
+    """It replaces what has come there; where nothing has, the error is told."""
+    inside, done = brought
+    os.rename(inside.root, run / "copy")
+
+    class Store(LocalStore):
+        def is_directory(self, name):
+            return False
+
+        def rename(self, old, new):
+            if (old, new) == ("copy", "step-1"):
+                raise OSError(code, os.strerror(code))
+            super().rename(old, new)
+
+    target = Catalog(run, StepNames("step-{step}"), Store)
+    if code == errno.EIO:
+        with pytest.raises(OSError, match="Input/output"):
+            _appear(target, "copy", "step-1", done)
+        assert whole(run, 1)
+        return
+    _appear(target, "copy", "step-1", done)
+    with shardkeep.open(run / "step-1") as found:
+        assert is_state(found.state_dict(), 2)
+
+
+def test_dead_copies_that_will_not_go_are_not_said_to_be_gone(run):
+    target = Catalog(run, StepNames("step-{step}"), failing("remove_directory"))
+    names, _ = remove_dead_copies(target, ["step-1"], 0.0)
+    assert names == []
+    assert os.listdir(run / "step-1") == ["data"]
+    assert remove_dead_copies(target, [], 0.0) == ([], 0)
+
+
+# --- what cannot be deleted
+
+
+def test_a_step_that_cannot_be_deleted_is_named(run, monkeypatch):
+    plain = LocalStore.rename
+
+    def rename(self, old, new):
+        if old == "step-1":
+            raise OSError(errno.EIO, "broken")
+        plain(self, old, new)
+
+    monkeypatch.setattr(LocalStore, "rename", rename)
+    with shardkeep.CheckpointManager(run) as manager:
+        with pytest.raises(shardkeep.StorageError, match=r"step-1 in .* could not be removed"):
+            manager.delete(1)
+        assert [step.step for step in manager.steps()] == [1, 2]
+    assert whole(run, 1)
+
+
+# --- steps that go while they are restored
+
+
+class Racing(shardkeep.Checkpointer):
+    """Somebody removes what is about to be loaded."""
+
+    removed = 0
+
+    def load(self, state, path, **options):
+        if self.removed < self.most:
+            shutil.rmtree(path)
+            self.removed += 1
+        return super().load(state, path, **options)
+
+
+def test_a_step_that_vanishes_is_passed_over_for_an_older_one(run):
+    with Racing(no_dist=True) as keeper, shardkeep.CheckpointManager(run, checkpointer=keeper) as m:
+        keeper.most = 1
+        target = blank()
+        assert m.restore(target).step == 1
+        assert is_state(target, 1)
+
+
+def test_steps_that_vanish_for_ever_are_an_error(run, monkeypatch):
+    monkeypatch.setattr(restoring, "TRIES", 2)
+    with Racing(no_dist=True) as keeper, shardkeep.CheckpointManager(run, checkpointer=keeper) as m:
+        keeper.most = 2
+        with pytest.raises(shardkeep.CheckpointNotFoundError):
+            m.restore(blank())
+
+
+# --- cleaning
+
+
+def test_what_killed_saves_left_in_both_tiers_is_cleaned(run, tmp_path):
+    fast = tmp_path / "fast"
+    with shardkeep.CheckpointManager(run, fast=fast, stale_s=10.0) as manager:
+        manager.save(3, state(3))
+        manager.wait_copied()
+        killed_save(run / "step-8", age_s=100.0)
+        killed_save(fast / "step-9", age_s=100.0)
+        killed_save(run / "step-2", age_s=100.0)
+        planned = manager.clean(dry_run=True)
+        assert (run / "step-8").exists()
+        done = manager.clean()
+        assert set(done.removed) - set(planned.removed) == {"step-8", str(fast / "step-9")}
+        assert (done.nbytes, done.problems) == (planned.nbytes, ())
+        assert sorted(os.listdir(run)) == [".shardkeep", "step-1", "step-2", "step-3"]
+        assert sorted(os.listdir(fast)) == [".shardkeep", "step-3"]
+        assert whole(run, 2)
+
+
+def test_a_directory_that_is_not_empty_stays(run):
+    store = LocalStore(run)
+    assert _remove_empty(store, "step-1") == []
+    for empty in ("step-5", "step-6/data"):
+        (run / empty).mkdir(parents=True)
+        assert _remove_empty(store, empty[:6]) == [empty[:6]]
+    assert sorted(os.listdir(run)) == ["step-1", "step-2"]
+
+
+def test_a_fast_tier_that_another_run_has_taken(run, tmp_path):
+    fast, durable = LocalStore(tmp_path / "fast"), LocalStore(run)
+    fast.make_directory("")
+    word = bind(fast, durable)
+    say_whose(fast, word)
+    (tmp_path / "fast" / WORD).unlink()
+    say_whose(fast, word)
+    with pytest.raises(shardkeep.StorageError, match="another run than this one"):
+        say_whose(fast, "another word")

@@ -23,12 +23,15 @@ from shardkeep import (
     KeepNewer,
     Moment,
     OnPreemption,
+    PlanError,
+    ThreadRanks,
     WhenIdle,
 )
 from shardkeep.manager.catalog import Catalog
-from shardkeep.manager.naming import StepNames
+from shardkeep.manager.naming import MAX_NAME, StepNames
 from shardkeep.manager.pins import Pins
 from shardkeep.manager.retention import Retention, doomed
+from shardkeep.manager.steps import metrics_of
 
 # --- what to keep
 
@@ -232,6 +235,40 @@ def test_what_is_no_policy_is_refused(tmp_path):
         shardkeep.CheckpointManager(tmp_path, save=KeepLast(3))
 
 
+@pytest.mark.parametrize(
+    "given_",
+    [{"ask_every": 0}, {"ask_every": True}, {"stale_s": -1}, {"pin_stale_s": 0.0}],
+    ids=repr,
+)
+def test_numbers_that_a_manager_cannot_use(tmp_path, given_):
+    with pytest.raises(ValueError, match=next(iter(given_))):
+        shardkeep.CheckpointManager(tmp_path, **given_)
+
+
+def test_every_steps_after_the_loop_went_back():
+    policy = EverySteps(10)
+    assert policy.wants(Moment(20, 35, 0.0, False, True))
+    assert not policy.wants(Moment(25, 35, 0.0, False, True))
+
+
+def test_ranks_that_ask_about_different_steps(tmp_path):
+    def ask(ranks):
+        with shardkeep.CheckpointManager(
+            tmp_path, save=EverySeconds(5), process_group=ranks
+        ) as run:
+            run.should_save(3 + ranks.rank)
+
+    with pytest.raises(PlanError, match="3 on rank 0, 4 on rank 1"):
+        ThreadRanks(2).run(ask)
+
+
+def test_metrics_that_are_no_numbers_are_left_out():
+    found = {"loss": 1, "on": True, "text": "x", "list": [1], "huge": 10**400, "nan": "NaN"}
+    made = metrics_of({"metrics": found})
+    assert set(made) == {"loss", "nan"}
+    assert metrics_of({"metrics": [1]}) == {}
+
+
 # --- names
 
 
@@ -252,3 +289,16 @@ def test_names_lead_to_their_step_and_no_other_does(template, data):
 def test_templates_that_make_no_names_are_refused(template):
     with pytest.raises(ValueError, match="step_name"):
         StepNames(template)
+
+
+@pytest.mark.parametrize("step", [-1, True, 1.0, "1", 10**18])
+def test_steps_that_have_no_name(step):
+    with pytest.raises(ValueError, match="step is"):
+        StepNames("{step}").of(step)
+
+
+def test_a_name_that_no_directory_can_have():
+    names = StepNames("a" * (MAX_NAME - 8) + "{step}")
+    assert names.of(10**7)
+    with pytest.raises(ValueError, match="longer than"):
+        names.of(10**8)
