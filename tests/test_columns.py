@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from shardkeep.columns import Boxes, ChunkList, Strings, pack, ragged_rows, starts, unpack
 from shardkeep.errors import FormatError
-from shardkeep.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+from shardkeep.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from shardkeep.tables import ChunkTable, LocationColumns, StateColumns, TensorTable, ValueTable
 
 numbers = st.integers(0, 2**40)
 up_to_4 = st.integers(0, 4)
@@ -289,3 +295,72 @@ def test_the_error_says_what_is_damaged():
         unpack(pack({"a": np.arange(9), "b": b"abc"})[:-8])
     with pytest.raises(FormatError, match="message between ranks is damaged"):
         unpack(b"")
+
+
+# --- where things lie
+
+
+def located(chunked=True):
+    """One tensor in two chunks, one in one, one without dimensions, and a value."""
+    shapes = {"w": (4, 2), "v": (3,), "s": ()}
+    boxes = [((0, 0), (2, 2)), ((2, 0), (2, 2)), ((0,), (3,)), ((), ())]
+    made = [ChunkStorageMetadata(*box) for box in boxes]
+    tensor = np.array([0, 0, 1, 2])
+    start = np.array([0, 32, 64, 88])
+    none = np.zeros(4, np.int64)
+    chunks = ChunkTable(tensor, Boxes.of(made), none, none, none, start)
+    begin = [0, 2, 3, 4]
+    state = StateColumns(
+        TensorTable.of(list(shapes), [TensorProperties("float64")] * 3, list(shapes.values())),
+        ValueTable(["x"], none[:1], none[:1], none[:1]),
+        lambda row: chunks.part(begin[row], begin[row + 1]),
+        chunks if chunked else None,
+    )
+    return state, LocationColumns(state, ["data/0"], [(96, 10)])
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [
+        (MetadataIndex("w", (0, 0)), (0, 32)),
+        (MetadataIndex("w", (2, 0), 1), (32, 32)),
+        (MetadataIndex("w", (2, 0), 0), (32, 32)),
+        (MetadataIndex("w", (2, 0), 7), (32, 32)),
+        (MetadataIndex("v"), (64, 24)),
+        (MetadataIndex("v", ()), (64, 24)),
+        (MetadataIndex("s"), (88, 8)),
+        (MetadataIndex("s", ()), (88, 8)),
+        (MetadataIndex("x"), (96, 10)),
+    ],
+)
+def test_places_are_found_whatever_is_told_of_them(key, place):
+    _, places = located()
+    found = places[key]
+    assert (found.offset, found.nbytes) == place
+    assert len(places) == len(list(places)) == 5
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        MetadataIndex("w"),
+        MetadataIndex("w", ()),
+        MetadataIndex("w", (1, 0)),
+        MetadataIndex("w", (0,)),
+        MetadataIndex("v", (1,)),
+        MetadataIndex("x", (1,)),
+        MetadataIndex("no"),
+    ],
+)
+def test_places_that_are_none(key):
+    with pytest.raises(KeyError):
+        located()[1][key]
+
+
+@pytest.mark.parametrize("chunked", [True, False])
+def test_chunks_of_some_tensors(chunked):
+    state, _ = located(chunked)
+    state.prefetch([0])
+    chunks, begin = state.chunks_among(np.array([0, 2]))
+    assert begin.tolist() == [0, 2, 3]
+    assert chunks.start.tolist() == [0, 32, 88]

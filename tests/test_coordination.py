@@ -10,6 +10,7 @@ import pytest
 
 from shardkeep import (
     CheckpointNotFoundError,
+    CorruptionError,
     MismatchError,
     PlanError,
     RankError,
@@ -18,9 +19,9 @@ from shardkeep import (
     ThreadRanks,
 )
 from shardkeep.coordination import Patience, check_same, encode_asked
-from shardkeep.failures import MAX_TEXT, Failure, describe, merge_failures
+from shardkeep.failures import MAX_TEXT, Failure, describe, merge_failures, revive
 from shardkeep.heartbeats import Beat, Heart, Watch, beat_key, default_timeout_s
-from shardkeep.planes import FAILED, Helper, SharedDict
+from shardkeep.planes import FAILED, Helper, SharedDict, ThreadBulk
 
 QUICK = Patience(beat_s=0.05, gone_s=0.6, linger_s=0.5)
 
@@ -451,3 +452,28 @@ def test_a_helper_without_a_thread_works_itself(monkeypatch):
             helper.run(lambda: {}[1], lambda: None, 0.01)
     assert helper.run(threading.get_ident, lambda: None, 0.01) != threading.get_ident()
     helper.stop()
+
+
+# --- errors of one process, told to another
+
+
+def test_an_error_is_of_its_own_class_again():
+    error = revive(Failure(0, "CorruptionError", "a bit", details={"names": ["w"]}, trace="there"))
+    assert type(error) is CorruptionError
+    assert (error.names, error.__notes__) == (("w",), ["in the other process:\nthere"])
+    other = revive(Failure(0, "KeyError", "'x'"))
+    assert type(other) is RuntimeError
+    assert str(other) == "KeyError: 'x'"
+    assert not hasattr(other, "__notes__")
+
+
+def test_messages_that_do_not_come():
+    bulk = ThreadBulk(1, 2, SharedDict(), 0.01, "x")
+    with pytest.raises(TimeoutError, match="no message"):
+        bulk.broadcast(None)
+
+
+def test_the_same_message_to_all():
+    space = SharedDict()
+    bulks = [ThreadBulk(rank, 2, space, 5.0, "x") for rank in range(2)]
+    assert [bulks[0].broadcast(b"abc"), bulks[1].broadcast(None)] == [b"abc", b"abc"]

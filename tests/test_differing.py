@@ -188,3 +188,31 @@ def test_numbers_that_are_near_are_equal_whatever_their_size(tmp_path):
     assert not shardkeep.diff(tmp_path / "a", tmp_path / "b").same
     assert shardkeep.diff(tmp_path / "a", tmp_path / "b", atol=1).same
     assert shardkeep.diff(tmp_path / "a", tmp_path / "b", rtol=0.1).same
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "near"),
+    [
+        (float("nan"), float("nan"), True),
+        (float("nan"), 1.0, False),
+        (1.0, float("nan"), False),
+        (float("inf"), float("inf"), True),
+        (float("inf"), 1e308, False),
+        (10**400, 1.0, False),
+        (10**400, 10**400 + 1, False),
+        (1, 1.05, True),
+        (1, "1", False),
+        (True, 1, False),
+    ],
+    ids=range(10),
+)
+def test_numbers_that_count_as_equal(a, b, near):
+    assert Tolerance(atol=0.1).close_numbers(a, b) is near
+    assert not Tolerance().close_numbers(a, b)
+
+
+def test_elements_that_are_no_numbers_here_are_equal_or_not():
+    kind = lookup("float4_e2m1fn_x2")  # two to a byte
+    x, y = np.array([1, 2, 3], np.uint8), np.array([1, 2, 4], np.uint8)
+    found = compare(x, y, (kind, kind), Tolerance(atol=99.0))
+    assert (found.changed, found.max_abs) == (1, None)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import CorruptionError, MismatchError, PerRank, ThreadRanks, resizing, values
+from shardkeep.placing import Placing, untold
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
@@ -674,3 +675,55 @@ def test_saved_in_the_background_as_it_was(tmp_path, snapshot, writer):
     got = targets[1]["own"].value["all"]
     assert [one["n"] for one in got] == [0, 1, 2]
     assert [one["w"].tolist() for one in got] == [[0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+# --- what is put where
+
+
+def test_a_count_that_its_counter_cannot_hold():
+    deal = resizing.deal_counts("n")
+    saved = [{"n": np.uint8(200)}] * 2
+    with pytest.raises(OverflowError, match="400"):
+        deal(saved, 0, 1)
+
+
+def test_counts_of_values_that_differ_elsewhere_are_not_dealt():
+    deal = resizing.deal_counts("n")
+    for other, where in (({"a": [1, 2]}, "a"), ({"a": [1, 3], "b": 1}, "b")):
+        saved = [{"n": 1, "a": [1, 3]}, {"n": 1, **other}]
+        with pytest.raises(ValueError, match=where):
+            deal(saved, 0, 1)
+    assert deal([{"n": 1, "a": [1, (2,)]}] * 2, 0, 1) == {"n": 2, "a": [1, (2,)]}
+
+
+def test_arrays_that_cannot_be_filled_make_way():
+    empty = np.zeros((0, 3))
+    assert Placing().put(empty, np.zeros((0, 3)), ("x",)) is empty
+    new = np.zeros(3)
+    assert Placing().put(np.zeros(3, np.float32), new, ("x",)) is new
+    assert Placing().put(np.zeros(3), 5, ("x",)) == 5
+
+
+def test_memory_that_is_filled_already_keeps_what_it_has():
+    shared = np.zeros(4)
+    placing = Placing()
+    assert placing.put(shared[:3], np.array([1.0, 2, 3]), ("a",)).tolist() == [1, 2, 3]
+    same, other = np.array([2.0, 3]), np.array([7.0, 8])
+    assert np.shares_memory(placing.put(shared[1:3], same, ("b",)), shared)
+    assert placing.put(shared[1:3], other, ("c",)) is other
+    assert shared.tolist() == [1, 2, 3, 0]
+
+
+class Telling:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state_dict):
+        pass
+
+
+def test_statefuls_for_which_there_is_nothing_are_named():
+    old = {"a": [Telling(), Telling()], "b": {"c": Telling()}, "d": Telling()}
+    new = {"a": [{"x": 1}], "b": {"c": {}}, "d": 5}
+    assert untold(old, new) == ["a.1", "d"]
+    assert untold(old, {"a": ({}, {}), "b": 7, "d": {}}) == ["b.c"]

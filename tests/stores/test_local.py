@@ -1,6 +1,8 @@
 """The local store: every small operation does exactly what the commit relies on."""
 
+import contextlib
 import errno
+import mmap
 import os
 import stat
 import subprocess
@@ -11,7 +13,9 @@ import threading
 import pytest
 
 from shardkeep.errors import StorageError
-from shardkeep.stores.local import LocalStore, storage_errors
+from shardkeep.stores import direct, local, page_cache, reading
+from shardkeep.stores.local import LocalStore, fallocate, storage_errors
+from shardkeep.stores.page_cache import is_cached
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX")
 
@@ -449,3 +453,128 @@ def test_no_file_of_ours_gets_the_number_of_a_closed_stream(tmp_path):
         [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)], env=env, timeout=60
     )
     assert done.returncode > 2
+
+
+# --- what a kernel may lack, or refuse
+
+
+def test_a_path_of_bytes_is_refused():
+    with pytest.raises(TypeError, match="pass text"):
+        LocalStore(b"x")
+
+
+@posix
+def test_a_kernel_that_counts_no_pages_is_asked_for_one(store, monkeypatch):
+    """If in doubt, what is asked for is in the page cache: that is always right."""
+    write(store, "a", bytes(4 * mmap.PAGESIZE))
+    monkeypatch.setattr(page_cache, "_cachestat", lambda: None)
+    with contextlib.closing(store.open("a")) as file:
+        assert is_cached(file.fd, 0, 4 * mmap.PAGESIZE)
+        assert is_cached(file.fd, 0, 10)
+        monkeypatch.setattr(os, "preadv", fails(errno.EAGAIN))
+        assert not is_cached(file.fd, 0, 4 * mmap.PAGESIZE)
+        assert is_cached(file.fd, 0, 10)
+        monkeypatch.setattr(os, "preadv", fails(errno.EOPNOTSUPP))
+        assert is_cached(file.fd, 0, 4 * mmap.PAGESIZE)
+
+
+def fails(code):
+    def call(*_):
+        raise OSError(code, os.strerror(code))
+
+    return call
+
+
+@posix
+def test_systems_that_lack_a_call(store, tmp_path, monkeypatch):
+    write(store, "a", b"abc")
+    monkeypatch.setattr(direct, "_call", lambda name: None)
+    with contextlib.closing(store.open("a")) as file:
+        assert direct.direct_alignment(file.fd) == 0
+        assert not direct.in_memory(file.fd)
+        direct.start_writeback(file.fd, 0, 3)
+    with pytest.raises(OSError, match="cannot change places") as caught:
+        direct.exchange_names(tmp_path / "a", tmp_path / "b")
+    assert caught.value.errno == errno.EINVAL
+
+
+@posix
+def test_names_change_places_or_nothing_does(store, tmp_path):
+    write(store, "a", b"1")
+    write(store, "b", b"2")
+    direct.exchange_names(tmp_path / "a", tmp_path / "b")
+    assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"2", b"1")
+    with pytest.raises(FileNotFoundError):
+        direct.exchange_names(tmp_path / "a", tmp_path / "gone")
+    assert (tmp_path / "a").read_bytes() == b"2"
+
+
+@posix
+def test_space_that_a_file_cannot_have(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError, match=r".+") as caught:
+            fallocate(fd, 4096)
+    finally:
+        os.close(fd)
+    assert caught.value.errno in (errno.EBADF, errno.EISDIR, errno.ENODEV)
+
+
+@posix
+def test_direct_writes_that_cannot_be_turned_off_are_an_error(store, monkeypatch):
+    file = store.create("a")
+    try:
+        file.direct = True
+        monkeypatch.setattr(local, "set_direct", lambda fd, on: False)
+        with pytest.raises(OSError, match="nor can it be turned off"):
+            file._end_direct()
+        monkeypatch.setattr(local, "set_direct", lambda fd, on: True)
+        file._end_direct()
+        assert not file.direct
+    finally:
+        file.close()
+
+
+@posix
+@pytest.mark.parametrize(
+    ("code", "becomes"),
+    [(errno.EINVAL, "the rest"), (errno.EFAULT, "the rest"), (errno.EIO, "an error")],
+)
+def test_direct_reads_that_are_refused(store, monkeypatch, code, becomes):
+    """Through the page cache from there on; an error of the disk is none of these."""
+    data = os.urandom(8192)
+    write(store, "a", data)
+    with contextlib.closing(store.open("a")) as file:
+        file._direct, file._alignment = file.fd, 4096
+        plain, calls = reading._read_some, []
+
+        def read(fd, out, offset):
+            calls.append(offset)
+            if len(calls) == 2:
+                raise OSError(code, os.strerror(code))
+            return plain(fd, out[:4096], offset)
+
+        monkeypatch.setattr(reading, "_read_some", read)
+        out = bytearray(8192)
+        if becomes == "an error":
+            with pytest.raises(OSError, match="Input/output"):
+                file.read_direct(memoryview(out), 0, 8192)
+            return
+        assert file.read_direct(memoryview(out), 0, 8192) == (8192, 4096)
+        assert out == data
+        assert (file._direct >= 0) is (code == errno.EFAULT)
+
+
+@posix
+def test_direct_reads_that_stop_within_a_block_go_on_otherwise(store, monkeypatch):
+    data = os.urandom(8192)
+    write(store, "a", data)
+    with contextlib.closing(store.open("a")) as file:
+        file._direct, file._alignment = file.fd, 4096
+        plain = reading._read_some
+        monkeypatch.setattr(
+            reading, "_read_some", lambda fd, out, offset: plain(fd, out[:1000], offset)
+        )
+        out = bytearray(8192)
+        assert file.read_direct(memoryview(out), 0, 8192) == (8192, 1000)
+        assert out == data
