@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import UnsupportedValueError
+from shardkeep import PlanError, UnsupportedValueError
+from shardkeep.formats.native.reader import NativeReader
 
 torch = pytest.importorskip("torch")
 
@@ -23,10 +24,13 @@ from torch.distributed.checkpoint.default_planner import (  # noqa: E402
     _create_default_local_metadata,
 )
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # noqa: E402
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem  # noqa: E402
 
 from shardkeep.structure import TENSOR, VALUE  # noqa: E402
 from shardkeep.torch import StorageReader, from_torch, to_torch  # noqa: E402
+from shardkeep.torch.mapping import properties_to_torch  # noqa: E402
 from shardkeep.torch.nesting import paths_of, structure_of  # noqa: E402
+from shardkeep.torch.reading import read_items  # noqa: E402
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]
 FORMATS = [torch.contiguous_format, torch.channels_last, torch.preserve_format]
@@ -227,3 +231,70 @@ def test_metadata_outlives_its_reader(tmp_path):
     del locations
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- what planners may ask for
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """`w` in two chunks of two rows, and `none` without elements."""
+
+    def save(ranks):
+        rows = torch.arange(4.0).reshape(2, 2) + 4 * ranks.rank
+        whole = shardkeep.ShardedArray.from_local(rows, (2 * ranks.rank, 0), (4, 2))
+        state = {"w": whole, "none": torch.zeros(0, 2)}
+        shardkeep.save(state, tmp_path, process_group=ranks)
+
+    shardkeep.ThreadRanks(2).run(save)
+    reader = NativeReader(tmp_path)
+    yield reader.read_metadata().state_dict_metadata
+    reader.close()
+
+
+def item(name, offset, low=(0, 0), lengths=(1, 1), hint=None):
+    index = dcp.MetadataIndex(name, offset, hint)
+    return ReadItem(LoadItemType.TENSOR, index, (0, 0), index, low, lengths)
+
+
+@pytest.mark.parametrize("hint", [None, 0, 1, 7])
+def test_chunks_are_found_whatever_the_hint(stored, hint):
+    found = read_items([item("w", (2, 0), (1, 0), (1, 2), hint)], stored)
+    assert found.chunk_row.tolist() == [1]
+    assert (found.low.tolist(), found.size.tolist()) == ([3, 0], [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        (item("w", (1, 0)), "w"),
+        (item("w", (0, 0), (1, 0), (2, 1)), "reaches out"),
+        (item("w", (0, 0), (-1, 0)), "reaches out"),
+        (item("w", (0, 0), (0, 0), (1, -1)), "reaches out"),
+        (item("w", (0, 0), (0,), (1,)), "other dimensions"),
+        (item("none", (0, 0)), "nothing is stored"),
+    ],
+    ids=range(6),
+)
+def test_regions_that_are_not_stored(stored, asked, what):
+    with pytest.raises(PlanError, match=what):
+        read_items([asked], stored)
+
+
+def test_two_names_for_one_place():
+    paths = {"a": ("x",), "a.b": ("x",)}
+    structure = structure_of(dict.fromkeys(paths, VALUE), paths)
+    assert structure.root == ["dict", ["a", "a.b"], [VALUE, VALUE], None]
+
+
+def test_elements_that_torch_lacks():
+    with pytest.raises(UnsupportedValueError, match="no dtype int4"):
+        properties_to_torch(shardkeep.TensorProperties("int4"), "w")
+
+
+def test_metadata_is_equal_to_metadata_only(tmp_path):
+    shardkeep.save({"w": torch.ones(2)}, tmp_path)
+    found = StorageReader(tmp_path).read_metadata().state_dict_metadata["w"]
+    assert found == found
+    assert found != 5
+    assert found != dcp.BytesStorageMetadata()

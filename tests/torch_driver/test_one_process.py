@@ -7,7 +7,7 @@ import os
 import pickle
 import random
 import warnings
-from collections import namedtuple
+from collections import deque, namedtuple
 from enum import Enum
 
 import numpy as np
@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import (  # noqa: E402
 )
 
 import shardkeep.torch as bridge  # noqa: E402
+from shardkeep.torch.objects import _build_tensor  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:torch.distributed is unavailable or uninitialized:UserWarning"
@@ -643,3 +644,37 @@ def test_torch_save_and_back(tmp_path, monkeypatch):
     assert shardkeep.open(tmp_path / "b").verify().ok
     format_utils.dcp_to_torch_save(tmp_path / "b", tmp_path / "c.pt")
     assert_same(torch.load(tmp_path / "c.pt"), state())
+
+
+# --- planners that do not give what they have planned
+
+
+class Other(DefaultSavePlanner):
+    """Gives something else than torch asks for."""
+
+    def resolve_data(self, write_item):
+        super().resolve_data(write_item)
+        return "something"
+
+
+def test_planners_that_give_other_things(tmp_path):
+    with pytest.raises(CheckpointException, match=r"a: planned as a tensor, is a str"):
+        save({"a": torch.ones(3)}, tmp_path / "a", planner=Other())
+    with pytest.raises(CheckpointException, match=r"n: the planner gives a str where torch asks"):
+        save({"n": 5}, tmp_path / "b", planner=Other())
+
+
+def test_objects_that_hold_queues_and_sparse_tensors(tmp_path):
+    queue = deque([torch.ones(2), 5], maxlen=3)
+    plain = deque([1, 2])
+    save({"x": (queue, plain)}, tmp_path / "a")
+    found = load({"x": None}, tmp_path / "a")["x"]
+    assert (found[0].maxlen, found[0][1], found[1]) == (3, 5, plain)
+    assert torch.equal(found[0][0], torch.ones(2))
+    with pytest.raises(CheckpointException, match="x: holds a tensor that is not dense"):
+        save({"x": (torch.eye(2).to_sparse(),)}, tmp_path / "b")
+
+
+def test_arrays_of_types_that_torch_lacks():
+    with pytest.raises(shardkeep.FormatError, match="torch has no dtype int4"):
+        _build_tensor("int4", (1,), b"1")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections import namedtuple
 
 import pytest
 
@@ -19,6 +20,9 @@ from torch.optim.swa_utils import AveragedModel  # noqa: E402
 import shardkeep  # noqa: E402
 from shardkeep import MismatchError, UnsupportedValueError  # noqa: E402
 from shardkeep.torch import AppState, guard  # noqa: E402
+from shardkeep.torch.copying import copied  # noqa: E402
+from shardkeep.torch.options import _in_place  # noqa: E402
+from shardkeep.torch.rng import rng_state  # noqa: E402
 from shardkeep.torch.supported import is_akin  # noqa: E402
 
 
@@ -1112,3 +1116,89 @@ def test_traps_of_plain_state_dicts_are_explained(tmp_path):
     with pytest.raises(MismatchError, match=r"torch.compile.*AppState"):
         shardkeep.load({"model": again.state_dict()}, tmp_path / "b")
     assert not into.state
+
+
+# --- what is no part of a state
+
+
+@pytest.mark.parametrize("model", [5, "model", [nn.Linear(1, 1), 5], {"a": 5}], ids=repr)
+def test_models_that_are_none(model):
+    with pytest.raises(TypeError, match="model"):
+        AppState(model)
+
+
+def test_a_list_of_modules_is_a_module(tmp_path):
+    """Its names are those that it has by itself."""
+    made = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 1)])
+    shardkeep.save(AppState(made), tmp_path)
+    with shardkeep.open(tmp_path) as found:
+        assert sorted(found) == ["model.0.bias", "model.0.weight", "model.1.bias", "model.1.weight"]
+    other = nn.ModuleList([nn.Linear(2, 3), nn.Linear(3, 1)])
+    shardkeep.load(AppState(other), tmp_path)
+    assert torch.equal(other[1].weight, made[1].weight)
+
+
+def test_optimizers_that_are_none():
+    with pytest.raises(TypeError, match="optimizers holds a int"):
+        AppState(Net(), [5])
+
+
+def test_optimizers_that_spread_their_state():
+    kind = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    model = Net()
+    with pytest.raises(UnsupportedValueError, match="spreads its state over the ranks"):
+        AppState(model, kind(model.parameters(), lr=0.1))
+
+
+def test_parts_that_a_state_lacks():
+    model = Net()
+    app = AppState(model, torch.optim.SGD(model.parameters(), lr=0.1), extra={"step": 1})
+    before = bits(model.state_dict())
+    with pytest.raises(MismatchError, match="no model, optimizer, extra") as caught:
+        app.load_state_dict({})
+    assert caught.value.missing == ("model", "optimizer", "extra")
+    assert bits(model.state_dict()) == before
+
+
+def test_a_mapping_of_averages_takes_what_it_is_told():
+    ema = {"w": torch.zeros(2)}
+    app = AppState(nn.Linear(1, 1), ema=ema)
+    told = app.state_dict()
+    app.load_state_dict({**told, "ema": {"w": torch.ones(2)}})
+    assert ema["w"].tolist() == [1, 1]
+    app.load_state_dict({**told, "ema": ema})
+    assert ema["w"].tolist() == [1, 1]
+
+
+def test_options_that_fit_are_put_in_place():
+    old = torch.zeros(2)
+    assert _in_place(old, torch.ones(2), {}) is old
+    assert old.tolist() == [1, 1]
+    for other in (torch.ones(3), torch.ones(2, dtype=torch.float64), nn.Parameter(torch.ones(2))):
+        assert _in_place(old, other, {}) is other
+    new = torch.ones(2)
+    assert _in_place(torch.zeros(2, device="meta"), new, {}) is new
+
+
+def test_named_tuples_are_copied_as_such():
+    pair = namedtuple("pair", "a b")
+    given = pair(torch.zeros(2), [1])
+    made = copied(given, torch.clone)
+    assert type(made) is pair
+    assert made.a is not given.a
+    made.b.append(2)
+    assert given.b == [1]
+
+
+def test_generators_of_another_device_are_refused():
+    source = rng_state({"mine": torch.Generator()}, include_global=False).value
+    told = copy.deepcopy(source.state_dict())
+
+    def moved(value):
+        if not isinstance(value, dict):
+            return value
+        return {k: "cuda" if k == "device" else moved(v) for k, v in value.items()}
+
+    assert moved(told) != told
+    with pytest.raises(MismatchError, match="on cuda was saved, here it is on cpu"):
+        source.load_state_dict(moved(told))
