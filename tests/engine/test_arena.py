@@ -135,3 +135,30 @@ def test_shared_memory_is_that_of_its_descriptor():
     assert not os.get_inheritable(arena.fd)
     assert os.fstat(arena.fd).st_size == len(arena.memory)
     arena.close()
+
+
+def test_more_than_there_is_is_refused_before_it_is_taken(monkeypatch):
+    arena = taken(False)
+    monkeypatch.setattr(engine_arena, "available_memory", lambda: 8 * MIB)
+    with pytest.raises(MemoryError, match=r"takes 8388609 bytes .* 8388608 are available"):
+        arena.reserve(8 * MIB + 1)
+    monkeypatch.setattr(engine_arena, "available_memory", lambda: None)
+    assert arena.reserve(9 * MIB)
+
+
+def test_ready_is_what_was_touched_and_told(monkeypatch):
+    monkeypatch.setattr(engine_arena, "_populate", lambda memory: False)
+    arena, device = Arena(shared=False), Device()
+    arena.reserve(3 * MIB)
+    assert not arena.is_ready(MIB, None)
+    arena.prepare(MIB, None, 1)
+    assert arena.is_ready(MIB, None)
+    assert not arena.is_ready(MIB, device)
+    assert not arena.is_ready(len(arena.memory) + 1, None)
+    arena.prepare(MIB, device, 1)
+    assert arena.is_ready(len(arena.memory), device)
+    assert not arena.is_ready(MIB, Device())
+    arena.prepare(2 * MIB, device, 1)
+    assert device.known == 1
+    arena.close()
+    assert device.known == 0

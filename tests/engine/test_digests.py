@@ -10,7 +10,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardkeep.engine import digests
+from shardkeep.engine import contents, digests
+from shardkeep.engine.contents import digest_memory
 from shardkeep.engine.digests import PAGE_DIGESTS, ContentDigests, DigestLayout, algorithm
 from shardkeep.engine.parallel import run_in_order
 from shardkeep.errors import FormatError
@@ -107,3 +108,18 @@ def test_a_piece_that_many_threads_share(monkeypatch):
             4,
         )
         assert content.results()[0].tobytes() == expected
+
+
+def test_memory_is_digested_in_parts_of_any_size(monkeypatch):
+    """Large chunks by several threads, small ones together."""
+    whole = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
+    nbytes = np.array([300, 10, 10, 700 - 20], np.int64)
+    address = whole.ctypes.data + np.array([0, 300, 310, 320], np.uint64)
+    monkeypatch.setattr(digests, "CONTENT_PIECE", 64)
+    monkeypatch.setattr(contents, "PART", 128)
+    found = digest_memory(address, nbytes, algorithm=algorithm("xxh3-128"), threads=2)
+    low = 0
+    for row, length in zip(found, nbytes.tolist(), strict=True):
+        chunk = whole[low : low + length].tobytes()
+        assert row.tobytes() == expected_content(chunk, 64)
+        low += length

@@ -480,3 +480,15 @@ def test_leftovers_beside_the_checkpoint_do_not_matter(saved, copy):
     (copy / "notes.txt").write_text("mine")
     assert shardkeep.verify(copy).ok
     assert equal(load_all(copy), saved.content)
+
+
+def test_a_report_raises_what_it_found(tmp_path):
+    shardkeep.save({"w": np.arange(9.0), "v": np.ones(3)}, tmp_path / "a", no_dist=True)
+    shardkeep.verify(tmp_path / "a").raise_if_damaged()
+    (data,) = (tmp_path / "a/data").glob("*r0*.safetensors")
+    flipped = bytearray(data.read_bytes())
+    flipped[4096] ^= 1
+    data.write_bytes(flipped)
+    with pytest.raises(shardkeep.CorruptionError, match="is damaged") as caught:
+        shardkeep.verify(tmp_path / "a").raise_if_damaged()
+    assert caught.value.names

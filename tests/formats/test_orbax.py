@@ -17,6 +17,7 @@ from shardkeep.errors import (
 )
 from shardkeep.foreign.tables import tables_of
 from shardkeep.formats import orbax
+from shardkeep.formats.orbax import items
 
 FOLDER = DATA / "orbax"
 KINDS = ["zarr2", "zarr3", "zarr2_ocdbt", "zarr3_ocdbt"]
@@ -266,3 +267,27 @@ def test_unfinished_saves_and_odd_items_are_refused(tmp_path):
     change(step / "_CHECKPOINT_METADATA", item_handlers={"gone": "y"})
     with pytest.raises(CheckpointError):
         orbax.find(step)
+
+
+def test_folders_and_json_that_are_none(tmp_path, monkeypatch):
+    with pytest.raises(FormatError, match="holds no metadata of Orbax"):
+        orbax.find(tmp_path)
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("[]")
+    with pytest.raises(CorruptionError, match="not valid JSON: it is no object"):
+        orbax.find(tmp_path)
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
+    with pytest.raises(CorruptionError, match="nothing but metadata"):
+        orbax.find(tmp_path)
+    monkeypatch.setattr(items, "_MAX_JSON", 1)
+    with pytest.raises(FormatError, match="has 2 bytes, more than"):
+        orbax.find(tmp_path)
+
+
+def test_texts_that_are_missing_are_named(tmp_path):
+    tree = {"tree_metadata": {"a": leaf("a", kind="string")}, "use_ocdbt": False}
+    (tmp_path / "_METADATA").write_text(json.dumps(tree))
+    (tmp_path / "_strings.json").write_text('{"a": "hi"}')
+    assert orbax.find(tmp_path).state == {"a": "hi"}
+    (tmp_path / "_strings.json").write_text('{"a": 3}')
+    with pytest.raises(FormatError, match="the text a is not in"):
+        orbax.find(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -544,3 +545,85 @@ def test_whole_or_absent_wherever_it_stops(tmp_path, overwrite):
         shutil.rmtree(root)
     assert ended
     assert stop > 8
+
+
+# --- directories that others do not see, or that do not get to their place
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "SEEN_S", 0.1)
+
+    def make(store=LocalStore):
+        return building.Building(tmp_path / "x", "0" * 32, "model", store)
+
+    return make
+
+
+def test_what_the_coordinator_made_is_waited_for(built):
+    there = built()
+    with pytest.raises(StorageError, match=r"does not see the directory .* host first made"):
+        there.see("first")
+    later = threading.Timer(0.06, built().begin)
+    later.start()
+    there.see("first")
+    with pytest.raises(FileNotFoundError):
+        there.open("a")
+    later = threading.Timer(0.06, lambda: there.create("a", 10))
+    later.start()
+    there.open("a").close()
+    later.join()
+    with pytest.raises(StorageError, match="has 10 bytes, expected 11"):
+        there.check({"a": 11})
+    there.check({"a": 10})
+
+
+@pytest.mark.parametrize(
+    ("code", "made", "error"),
+    [
+        (errno.ENOTEMPTY, False, CheckpointExistsError),
+        (errno.EEXIST, False, CheckpointExistsError),
+        (errno.EIO, False, StorageError),
+        (errno.EIO, True, None),
+    ],
+)
+def test_a_move_into_place_that_fails_or_says_so(tmp_path, built, code, made, error):
+    class Store(LocalStore):
+        def rename(self, old, new):
+            if made:
+                super().rename(old, new)
+            raise OSError(code, os.strerror(code))
+
+    one = built(Store)
+    one.begin()
+    one.write("model.safetensors", b"new")
+    if error is None:
+        one.commit(False, lambda: None)
+        assert (tmp_path / "x/model.safetensors").read_bytes() == b"new"
+    else:
+        with pytest.raises(error):
+            one.commit(False, lambda: None)
+        assert not one.committed
+        assert not (tmp_path / "x").exists()
+    one.discard()
+    assert os.listdir(tmp_path) == (["x"] if error is None else [])
+
+
+def test_a_disk_that_fails_when_it_is_tried(tmp_path, built):
+    class Store(LocalStore):
+        def exchange(self, one, other):
+            raise OSError(errno.EIO, "broken")
+
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/config.json").write_text("{}")
+    with pytest.raises(StorageError, match="broken"):
+        built(Store).begin()
+    assert os.listdir(tmp_path / "x") == ["config.json"]
+
+
+def test_a_pipe_stays_where_it_is(tmp_path):
+    export(tmp_path / "x", {"a": A})
+    os.mkfifo(tmp_path / "x/pipe")
+    export(tmp_path / "x", {"a": A + 1}, overwrite=True)
+    assert sorted(os.listdir(tmp_path / "x")) == ["model.safetensors", "pipe"]
+    assert np.array_equal(read(tmp_path / "x")["a"], A + 1)
