@@ -377,6 +377,29 @@ def test_copies_of_boxes_that_differ_are_not_chosen_from(library, of_ranks):
         hyper_parallel.find(root)
 
 
+@pytest.mark.parametrize("limit", [1 << 20, 0], ids=["in full", "here and there"])
+def test_copies_that_do_not_lie_row_by_row_are_compared_too(of_ranks, monkeypatch, limit):
+    """As torch saves what was transposed; one of them may lie otherwise."""
+    monkeypatch.setattr(finding, "_WHOLE", limit)
+    of_ranks(0)
+    root = of_ranks(1)
+    plain = torch.arange(12.0).reshape(4, 3)
+    strided = plain.t().contiguous().t()
+    assert not strided.is_contiguous()
+    for first, second, is_same in (
+        (strided, strided, True),
+        (strided, plain, True),
+        (strided, strided + 1, False),
+        (strided, plain + 1, False),
+    ):
+        for rank, tensor in enumerate((first, second)):
+            torch.save({"w": tensor}, root / f"_rank{rank}_.safetensors")
+        found = hyper_parallel.find(root)
+        assert isinstance(found.state["w"], StoredTensor) is is_same
+        got = arrays_of(found)["w" if is_same else "w.rank1"].view(np.float32)
+        assert got.tolist() == second.tolist()
+
+
 class Harm:
     def __reduce__(self):
         return (print, ("run",))

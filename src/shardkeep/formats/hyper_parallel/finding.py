@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from shardkeep.boxes import strides as row_major
+from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign import pickles
 from shardkeep.foreign.below import file_below, read_exactly, regular_size
 from shardkeep.foreign.found import Part, Raw, StoredTensor
 from shardkeep.foreign.nesting import nested
-from shardkeep.foreign.torch_objects import Finishing
+from shardkeep.foreign.torch_objects import Finishing, elements_at
 from shardkeep.foreign.torch_stand_ins import TORCH
 from shardkeep.formats.hyper_parallel.data_files import DataFiles
 from shardkeep.formats.hyper_parallel.metadata_files import Box, Location, Metadata, Tensor
@@ -116,26 +121,52 @@ def _tensor(root: Path, name: str, copies: _Copies) -> Any:
 
 
 def _all_same(root: Path, copies: _Copies) -> bool:
+    dtype = copies.tensor.dtype
     for held in copies.parts.values():
-        if len(held) > 1:
-            nbytes = StoredTensor(copies.tensor.dtype, held[0][1].sizes, ()).nbytes
-            looks = {_look(root, part, nbytes) for _, part in held}
-            if len(looks - {None}) > 1:
-                return False
+        parts = [part for _, part in held]
+        if len(parts) < 2:
+            continue
+        if all(_raw(part).strides is None for part in parts):
+            nbytes = StoredTensor(dtype, parts[0].sizes, ()).nbytes
+            looks = {_look(root, part, nbytes) for part in parts}
+        else:
+            looks = {_look_at_elements(root, part, dtype) for part in parts}
+        if len(looks) > 1:
+            return False
     return True
 
 
-def _look(root: Path, part: Part, nbytes: int) -> bytes | None:
-    """Some bytes of a part that tell it from another; None where it does not lie in one piece."""
-    place = part.place
-    if not isinstance(place, Raw) or place.strides is not None:
-        return None
+def _raw(part: Part) -> Raw:
+    assert isinstance(part.place, Raw)  # both kinds of tensor files say where elements lie
+    return part.place
+
+
+def _look(root: Path, part: Part, nbytes: int) -> bytes:
+    """Some bytes of a part that tell it from another, where both lie row by row."""
+    place = _raw(part)
     path = file_below(root, place.file)
     if nbytes <= _WHOLE:
         return read_exactly(path, place.start, nbytes)
     last = nbytes - _SAMPLE
     spots = [last * at // (_SAMPLES - 1) for at in range(_SAMPLES)]
     return b"".join(read_exactly(path, place.start + spot, _SAMPLE) for spot in spots)
+
+
+def _look_at_elements(root: Path, part: Part, dtype: str) -> bytes:
+    """The same where one of them does not: all elements, or some of many."""
+    place, item = _raw(part), TABLE[dtype].itemsize
+    strides = place.strides or row_major(part.sizes)
+    path = file_below(root, place.file)
+    span = 1 + sum((n - 1) * step for n, step in zip(part.sizes, strides, strict=True))
+    if span * item <= 16 * _WHOLE:
+        data = read_exactly(path, place.start, span * item)
+        return elements_at(data, 0, dtype, part.sizes, strides).tobytes()
+    spots = np.unique(np.linspace(0, math.prod(part.sizes) - 1, _SAMPLE, dtype=np.int64))
+    steps = sum(
+        at * step for at, step in zip(np.unravel_index(spots, part.sizes), strides, strict=True)
+    )
+    starts = (place.start + np.asarray(steps) * item).tolist()
+    return b"".join(read_exactly(path, start, item) for start in starts)
 
 
 def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
