@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, namedtuple
+from enum import Enum
 
 import numpy as np
 import pytest
@@ -249,3 +250,30 @@ def test_what_a_walk_learns_on_its_way_is_what_the_structure_says(state):
     assert found.kinds == again.kinds
     assert found.key_types == again.key_types
     assert found.names == again.names
+
+
+class Kind(Enum):
+    ONE = "one"
+
+
+def test_keys_that_would_be_stored_alike():
+    with pytest.raises(UnsupportedValueError, match="two keys are stored as 'one'"):
+        flatten({"a": {Kind.ONE: 1, "one": 2}})
+
+
+def test_a_stateful_that_gives_no_mapping():
+    class Odd:
+        def state_dict(self):
+            return [1]
+
+        def load_state_dict(self, state_dict):
+            pass
+
+    with pytest.raises(UnsupportedValueError, match="gave a list, expected a mapping"):
+        flatten({"a": Odd()})
+
+
+def test_counts_in_a_list_are_values():
+    flat = flatten({"a": [Counter(x=1), 2]})
+    assert list(flat.structure.names) == ["a"]
+    assert flat.values == [[Counter(x=1), 2]]

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
+from shardkeep.arrays import FlatSink, HostSink, PartSink
 from shardkeep.dtypes import lookup
 from shardkeep.foreign import detecting
 from shardkeep.foreign.found import Found, Part, Raw, StoredTensor, whole
+from shardkeep.foreign.reader import ForeignReader, _byte_sink
 from shardkeep.sharding import ShardedArray
 
 DTYPES = ["float32", "bfloat16", "int8", "bool", "complex64", "float64"]
@@ -248,3 +250,55 @@ def test_what_is_no_checkpoint_is_told(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"notes\.txt"):
         shardkeep.open(tmp_path)
+
+
+def test_tensors_are_compared_by_all_their_bytes(tmp_path):
+    base = torch.arange(6.0)
+    state = {
+        "a": base.reshape(2, 3),
+        "same": base.reshape(2, 3).clone(),
+        "other": base.reshape(2, 3) + 1,
+        "shape": base.reshape(3, 2).clone(),
+        "type": base.reshape(2, 3).to(torch.int32),
+        "none": torch.zeros(0, 3),
+        "nothing": torch.zeros(0, 3),
+        "one": torch.tensor(1.0),
+        "two": torch.tensor(1.0),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    reader = ForeignReader(tmp_path / "a.pt")
+    try:
+        reader.read_metadata()
+        for first, second, equal in (
+            ("a", "a", True),
+            ("a", "same", True),
+            ("a", "other", False),
+            ("a", "shape", False),
+            ("a", "type", False),
+            ("none", "nothing", True),
+            ("one", "two", True),
+        ):
+            assert reader.same_content(first, second) is equal, (first, second)
+    finally:
+        reader.close()
+
+
+def test_a_checkpoint_that_is_gone_when_it_is_read(tmp_path):
+    torch.save({"a": 1}, tmp_path / "a.pt")
+    reader = ForeignReader(tmp_path / "a.pt")
+    (tmp_path / "a.pt").unlink()
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match="any more"):
+        reader.read_metadata()
+
+
+def test_sinks_as_bytes_are_the_same_memory():
+    """Whole, or a part; where it is no memory of the same type there is none."""
+    kind, out = lookup("float32"), np.zeros((2, 3), np.uint32)
+    part = PartSink(HostSink(out, kind), (1, 1))
+    element = np.array([[[1, 2, 3, 4]]], np.uint8)
+    _byte_sink(part, kind).put((0, 0, 0), element, lookup("uint8"))
+    assert out[1, 1] == 0x04030201
+    assert _byte_sink(PartSink(HostSink(out, kind), (0, 0)), lookup("int32")) is None
+    flat = FlatSink(out.reshape(-1).view(np.uint8), (2, 3), kind)
+    _byte_sink(flat, kind).put((0, 2, 0), element, lookup("uint8"))
+    assert out[0, 2] == 0x04030201
