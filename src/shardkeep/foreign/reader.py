@@ -8,9 +8,9 @@ Everything else is read piece by piece.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,13 @@ from typing import Any
 import numpy as np
 
 from shardkeep import values
-from shardkeep.arrays import Bytes, FlatSink, HostPlaces, HostSink, PartSink, Sink, Staging
+from shardkeep.arrays import FlatSink, HostPlaces, HostSink, PartSink, Sink, Staging
 from shardkeep.boxes import strides as row_major
 from shardkeep.columns import Boxes, Ints
-from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import BlockFile, OpenFiles
-from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
-from shardkeep.engine.byte_runs import BYTE, ByteRuns
-from shardkeep.engine.read_once import read_shared
-from shardkeep.engine.reading import READ_STATS, Reading
+from shardkeep.engine.budget import io_threads
+from shardkeep.engine.byte_runs import BYTE
+from shardkeep.engine.region_reader import Planned, RegionReader, Sinks
 from shardkeep.engine.regions import Regions, regions_of
 from shardkeep.errors import (
     CheckpointNotFoundError,
@@ -41,16 +39,14 @@ from shardkeep.foreign.pieces import Piece, Strided, read_pieces
 from shardkeep.foreign.tables import ODD, Tables, tables_of
 from shardkeep.foreign.unchanged import Marks
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, ReadItems
+from shardkeep.planner import ReadItems
 from shardkeep.reads import plan_reads
-from shardkeep.storage import CheckpointId, ColumnReader, ReadOnce
+from shardkeep.storage import CheckpointId
 from shardkeep.stores.local import above_stdio, storage_errors
 from shardkeep.stores.reading import ReadFile
 from shardkeep.tables import LocationColumns
 
 __all__ = ["ForeignReader"]
-
-Sinks = Callable[[int], Sink]
 
 BLOCK = 128 << 10
 """Bytes in which files are read."""
@@ -62,7 +58,7 @@ PIECE = 4 << 20
 """Most bytes of what is read piece by piece, at a time and thread."""
 
 
-class ForeignReader(ColumnReader):
+class ForeignReader(RegionReader):
     """Reads what other systems wrote; thread-safe once the metadata is read."""
 
     digest: str | None = None
@@ -79,22 +75,14 @@ class ForeignReader(ColumnReader):
         **options: Any,
     ) -> None:
         """`options` are the format's own, as in `find`."""
-        self.memory_budget = memory_budget
-        self.progress = progress
-        self.spares: Spares | None = None
-        """Keeps buffers from one read to the next, for who reads often."""
-        self.alone = False
-        """Whether each read stays on its caller's thread, for who reads on several."""
+        super().__init__(memory_budget, progress)
         self.options = options
         self.checkpoint_id = ""
         self.system = ""
         """Who wrote the checkpoint."""
         self.user_metadata: Mapping[str, Any] = {}
         """What that system kept beside the state."""
-        self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
-        self._counting = threading.Lock()
         self._files = OpenFiles(self._open)
-        self._begun: tuple[Reading, list[Piece], Sinks] | None = None
         self.reset(checkpoint_id)
 
     # --- what there is
@@ -103,8 +91,7 @@ class ForeignReader(ColumnReader):
         """Begin another load."""
         self.close()
         self._files.reopen()
-        self._begun = None
-        self.stats = dict.fromkeys(READ_STATS, 0.0)
+        self.forget()
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self.root = Path(os.path.abspath(checkpoint_id))
@@ -202,70 +189,6 @@ class ForeignReader(ColumnReader):
 
     # --- elements
 
-    def share_reads(
-        self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
-    ) -> None:
-        """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        planned: list[tuple[Reading, list[Piece], Sinks]] = []
-
-        def begin() -> Reading:
-            planned.append(self._planned(plan, planner))
-            return planned[0][0]
-
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        read_shared(begin, coordinator, read_once, budget, str(self.root))
-        self._begun = planned[0]
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Read the tensors of the plan, but for what `share_reads` has brought."""
-        items = ReadItems.of(plan)
-        begun, self._begun = self._begun, None
-        reading, odd, sinks = begun or self._planned(plan, planner)
-        nbytes = self._finish(items, reading, odd)
-        planner.commit(items, sinks)
-        return nbytes
-
-    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, list[Piece], Sinks]:
-        items = ReadItems.of(plan)
-        sinks, places = planner.sinks(items), planner.places(items)
-        return *self._reading(items, sinks, places, planner.staging), sinks
-
-    def read_tensors(self, items: ReadItems, sink: Callable[[int], Sink]) -> int:
-        """Read every region of the plan into its sink; returns the bytes delivered."""
-        return self._finish(items, *self._reading(items, sink))
-
-    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
-        """Fill memory of the caller's with bytes as they lie in files; any thread may.
-
-        `name` tells errors what an owner of a run is.
-        """
-        regions, sink = runs.regions(len(out)), FlatSink(out, out.shape, BYTE)
-        self._check_places(regions)
-        owner = runs.owner
-        reading = self._reading_of(
-            regions, lambda _: sink, runs.places(out), lambda row: name(int(owner[row]))
-        )
-        with storage_errors(f"reading {self.root}"):
-            reading.run(alone=self.alone)
-            self._marks.check_all(np.unique(runs.file).tolist())
-        self._count(reading)
-
-    def _count(self, reading: Reading) -> None:
-        with self._counting:
-            for key, value in reading.stats.items():
-                self.stats[key] += value
-
-    def _finish(self, items: ReadItems, reading: Reading, odd: list[Piece]) -> int:
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        threads = io_threads(self.ranks_on_host)
-        with storage_errors(f"reading {self.root}"):
-            reading.run(alone=self.alone)
-            # A piece, what it is made of, and what a cast or a device makes of it.
-            read_pieces(odd, min(PIECE, budget // (4 * threads)), threads, self.progress)
-            self._marks.check_all(self._files_of(items))
-        self._count(reading)
-        return items.nbytes
-
     def _files_of(self, items: ReadItems) -> list[int]:
         chunks = items.chunks
         assert chunks.file is not None
@@ -273,14 +196,14 @@ class ForeignReader(ColumnReader):
         odd = [self.tables.odd_files[at] for at in chunks.start[chunks.file == ODD].tolist()]
         return sorted({*np.unique(chunks.file).tolist(), *odd} - {ODD})
 
-    def _reading(
+    def plan_tensors(
         self,
         items: ReadItems,
-        sinks: Callable[[int], Sink],
+        sinks: Sinks,
         places: HostPlaces | None = None,
         staging: Staging | None = None,
-    ) -> tuple[Reading, list[Piece]]:
-        """What goes through the engine, and what is read piece by piece."""
+    ) -> Planned:
+        """What goes through the engine, and then what is read piece by piece."""
         regions = regions_of(items)
         odd = regions.file == ODD
         made: dict[int, Sink | None] = {}
@@ -288,36 +211,37 @@ class ForeignReader(ColumnReader):
             made[number] = _byte_sink(sinks(number), regions.dtype[kind])
         odd |= np.array([made[number] is None for number in regions.sink.tolist()], np.bool_)
         direct = _as_bytes(_taken(regions, np.flatnonzero(~odd)))
-        self._check_places(direct)
-        reading = self._reading_of(
+        self.check_places(direct)
+        reading = self.reading_of(
             direct,
             lambda number: made[number],  # type: ignore[arg-type,return-value]
             _byte_places(places, regions),
-            items.wanted_names.__getitem__,
+            names=items.wanted_names.__getitem__,
         )
-        return reading, [self._piece(regions, row, sinks) for row in np.flatnonzero(odd).tolist()]
+        pieces = [self._piece(regions, row, sinks) for row in np.flatnonzero(odd).tolist()]
 
-    def _reading_of(
-        self,
-        regions: Regions,
-        sinks: Callable[[int], Sink],
-        places: HostPlaces | None,
-        names: Callable[[int], str],
-    ) -> Reading:
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        return Reading(
-            self._files.use,
-            regions,
-            sinks,
-            block=BLOCK,
-            pool=lambda buffers, most: BufferPool(budget, buffers, BLOCK, most, spares=self.spares),
-            threads=io_threads(self.ranks_on_host),
-            places=places,
-            progress=self.progress,
-            names=names,
-        )
+        def then() -> None:
+            threads = io_threads(self.ranks_on_host)
+            # A piece, what it is made of, and what a cast or a device makes of it.
+            read_pieces(pieces, min(PIECE, self.budget // (4 * threads)), threads, self.progress)
+            self.check_files(self._files_of(items))
 
-    def _check_places(self, regions: Regions) -> None:
+        return Planned(reading, sinks, then)
+
+    def check_files(self, numbers: list[int]) -> None:
+        """By what the system says of them."""
+        self._marks.check_all(numbers)
+
+    @property
+    def block(self) -> int:
+        """Always the same: other systems digest nothing."""
+        return BLOCK
+
+    def data_file(self, number: int) -> AbstractContextManager[BlockFile]:
+        """Kept open for the next use, but never too many at once."""
+        return self._files.use(number)
+
+    def check_places(self, regions: Regions) -> None:
         """Every part within its file: a header that lies must not read past it."""
         end = regions.start + regions.stored.volumes()
         for number in np.unique(regions.file).tolist():

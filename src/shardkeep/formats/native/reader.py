@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardkeep.arrays import Bytes, FlatSink, HostPlaces, Sink, Staging
+from shardkeep.arrays import HostPlaces, Staging
 from shardkeep.columns import Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
-from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
-from shardkeep.engine.byte_runs import BYTE, ByteRuns
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.read_once import read_shared
-from shardkeep.engine.reading import READ_STATS, Reading, wanted_runs
+from shardkeep.engine.reading import Reading, wanted_runs
+from shardkeep.engine.region_reader import Planned, RegionReader, Sinks
 from shardkeep.engine.regions import Regions, regions_of
 from shardkeep.engine.shares import encode_wants
 from shardkeep.engine.verified import DamagedBlock, VerifiedFile
@@ -40,17 +37,15 @@ from shardkeep.formats.native.index import Index
 from shardkeep.formats.native.names import CONTENT_KEY, RECORD
 from shardkeep.formats.native.record import FileRow, Record, decode_record
 from shardkeep.metadata import Metadata, StorageMeta
-from shardkeep.planner import LoadPlan, LoadPlanner, ReadItems
-from shardkeep.storage import CheckpointId, ColumnReader, ReadOnce
+from shardkeep.planner import ReadItems
+from shardkeep.storage import CheckpointId, ReadOnce
 from shardkeep.stores.local import LocalStore, ReadFile, storage_errors
 from shardkeep.tables import ChunkTable, LocationColumns
 
 __all__ = ["NativeReader"]
 
-Sinks = Callable[[int], Sink]
 
-
-class NativeReader(ColumnReader):
+class NativeReader(RegionReader):
     """Reads checkpoints of the native format; thread-safe once the metadata is read."""
 
     record: Record
@@ -73,45 +68,29 @@ class NativeReader(ColumnReader):
         open_store: Callable[[CheckpointId], LocalStore] = LocalStore,
     ) -> None:
         """`verify=False` skips the digests of payload, never those of record and index."""
+        super().__init__(memory_budget, progress)
         self.verify = verify
         self.expect_digest = expect_digest
-        self.memory_budget = memory_budget
-        self.progress = progress
-        self.spares: Spares | None = None
-        """Keeps buffers from one read to the next, for who reads often."""
-        self.alone = False
-        """Whether each read stays on its caller's thread, for who reads on several."""
-        self.ranks_on_host = 1
-        """How many processes share this machine's cores and memory."""
-        self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
-        self._counting = threading.Lock()
-        """What was read since the last `reset`, and the seconds that took."""
         self._open_store = open_store
         self._files = OpenFiles(self._open_data)
         self._contents_of: dict[int, tuple[Ints, Column]] = {}
         self._index_file: VerifiedFile | None = None
-        self._begun: tuple[Reading, Sinks] | None = None
         self.reset(checkpoint_id)
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Begin another load."""
         self.close()
         self._files.reopen()
-        self._begun = None
-        self.stats = dict.fromkeys(READ_STATS, 0.0)
+        self.forget()
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self._store = self._open_store(checkpoint_id)
+            self.root = self._store.root
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
         """Any path; not a URL."""
         return "://" not in os.fspath(checkpoint_id)
-
-    @property
-    def root(self) -> Path:
-        """Where it reads, absolute."""
-        return self._store.root
 
     @property
     def digest(self) -> str:
@@ -148,7 +127,7 @@ class NativeReader(ColumnReader):
 
     def read_tables(self, announcement: bytes = b"", *, nested: bool = False) -> None:
         """Record, and the tensor table of the index: without the nesting, unless asked for."""
-        where = str(self._store.root / RECORD)
+        where = str(self.root / RECORD)
         data = announcement
         if not data:
             try:
@@ -178,7 +157,7 @@ class NativeReader(ColumnReader):
         other = foreign_format(self._store)
         if other is not None:
             raise FormatError(
-                f"{self._store.root} seems to hold a checkpoint of {other}, not of Shardkeep"
+                f"{self.root} seems to hold a checkpoint of {other}, not of Shardkeep"
             )
 
     def announcement(self) -> bytes:
@@ -210,7 +189,7 @@ class NativeReader(ColumnReader):
             return self._store.open(row.name)
         except OSError as error:
             self._explain_missing(row, error)
-            with storage_errors(f"opening {self._store.root / row.name}"):
+            with storage_errors(f"opening {self.root / row.name}"):
                 raise
 
     def _explain_missing(self, row: FileRow, error: OSError) -> None:
@@ -219,12 +198,12 @@ class NativeReader(ColumnReader):
             return
         if not self.is_current():
             raise StorageError(
-                f"{self._store.root} was replaced while being read; open it again",
+                f"{self.root} was replaced while being read; open it again",
                 transient=True,
             ) from error
         if isinstance(error, FileNotFoundError):
             raise CorruptionError(
-                f"{self._store.root / row.name} is missing; the record names it"
+                f"{self.root / row.name} is missing; the record names it"
             ) from error
 
     def is_current(self) -> bool:
@@ -237,6 +216,11 @@ class NativeReader(ColumnReader):
             return False
         except CheckpointError:
             return True
+
+    @property
+    def block(self) -> int:
+        """As they were written."""
+        return self.record.block
 
     def data_file(self, number: int) -> AbstractContextManager[VerifiedFile]:
         """A data file by its number; kept open for the next use, but never too many at once."""
@@ -279,38 +263,22 @@ class NativeReader(ColumnReader):
 
     # --- data
 
-    def share_reads(
-        self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
-    ) -> None:
-        """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        planned: list[tuple[Reading, Sinks]] = []
-
-        def begin() -> Reading:
-            planned.append(self._planned(plan, planner))
-            return planned[0][0]
-
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        read_shared(begin, coordinator, read_once, budget, str(self._store.root))
-        self._begun = planned[0]
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
-        """Read the tensors of the plan, but for what `share_reads` has brought."""
-        items = ReadItems.of(plan)
-        begun, self._begun = self._begun, None
-        reading, sinks = begun or self._planned(plan, planner)
-        nbytes = self._finish(items, reading)
-        planner.commit(items, sinks)
-        return nbytes
-
-    def _planned(self, plan: LoadPlan, planner: LoadPlanner) -> tuple[Reading, Sinks]:
-        items = ReadItems.of(plan)
-        sinks, places = planner.sinks(items), planner.places(items)
-        return self._reading(items, sinks, places, planner.staging), sinks
+    def plan_tensors(
+        self,
+        items: ReadItems,
+        sinks: Sinks,
+        places: HostPlaces | None = None,
+        staging: Staging | None = None,
+    ) -> Planned:
+        """All go through the engine."""
+        names = items.wanted_names.__getitem__
+        reading = self.reading_of(self._regions(items), sinks, places, staging, names)
+        return Planned(reading, sinks)
 
     def read_tensors(
         self,
         items: ReadItems,
-        sink: Callable[[int], Sink],
+        sinks: Sinks,
         places: HostPlaces | None = None,
         staging: Staging | None = None,
         coordinator: Coordinator | None = None,
@@ -323,92 +291,34 @@ class NativeReader(ColumnReader):
         Without one, `passing` may bring what others have read.
         """
         if coordinator is None:
-            reading = self._reading(items, sink, places, staging)
+            planned = self.plan_tensors(items, sinks, places, staging)
             if passing is not None:
-                with storage_errors(f"reading {self._store.root}"):
-                    passing(reading)
-            return self._finish(items, reading)
-        reading = read_shared(
-            lambda: self._reading(items, sink, places, staging),
-            coordinator,
-            read_once,
-            checked_budget(self.memory_budget, self.ranks_on_host),
-            str(self._store.root),
-        )
-        return self._finish(items, reading)
-
-    def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
-        """Fill memory of the caller's with bytes as they are stored; any thread may.
-
-        `name` tells errors what an owner of a run is.
-        """
-        regions, sink = runs.regions(len(out)), FlatSink(out, out.shape, BYTE)
-        self._check_places(regions)
-        owner = runs.owner
-        self._run(
-            self._reading_of(
-                regions, lambda _: sink, runs.places(out), names=lambda row: name(int(owner[row]))
+                with storage_errors(f"reading {self.root}"):
+                    passing(planned.reading)
+        else:
+            reading = read_shared(
+                lambda: self.plan_tensors(items, sinks, places, staging).reading,
+                coordinator,
+                read_once,
+                self.budget,
+                str(self.root),
             )
-        )
-
-    def _finish(self, items: ReadItems, reading: Reading) -> int:
-        self._run(reading)
+            planned = Planned(reading, sinks)
+        self.run(planned)
         return items.nbytes
-
-    def _run(self, reading: Reading) -> None:
-        with storage_errors(f"reading {self._store.root}"):
-            reading.run(alone=self.alone)
-        with self._counting:
-            for key, value in reading.stats.items():
-                self.stats[key] += value
 
     def wants(self, items: ReadItems, budget: int, window: Address | None) -> bytes:
         """Which blocks will be read for these, as `plan_shares` is told."""
         runs = wanted_runs(self._regions(items), self.record.block)
         return encode_wants(runs, budget=budget, block=self.record.block, cold=True, window=window)
 
-    def _reading(
-        self,
-        items: ReadItems,
-        sink: Callable[[int], Sink],
-        places: HostPlaces | None = None,
-        staging: Staging | None = None,
-    ) -> Reading:
-        names = items.wanted_names.__getitem__
-        return self._reading_of(self._regions(items), sink, places, staging, names)
-
-    def _reading_of(
-        self,
-        regions: Regions,
-        sink: Callable[[int], Sink],
-        places: HostPlaces | None,
-        staging: Staging | None = None,
-        names: Callable[[int], str] = str,
-    ) -> Reading:
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        block = self.record.block
-        return Reading(
-            self.data_file,
-            regions,
-            sink,
-            block=block,
-            pool=lambda buffers, most: BufferPool(
-                budget, buffers, block, most, staging, self.spares
-            ),
-            threads=io_threads(self.ranks_on_host),
-            places=places,
-            staging=staging,
-            progress=self.progress,
-            names=names,
-        )
-
     def _regions(self, items: ReadItems) -> Regions:
         """The regions of a plan, all within their files."""
         regions = regions_of(items)
-        self._check_places(regions)
+        self.check_places(regions)
         return regions
 
-    def _check_places(self, regions: Regions) -> None:
+    def check_places(self, regions: Regions) -> None:
         """Every chunk within its file's payload: an index that lies must not read past it."""
         itemsize = np.array([d.itemsize for d in regions.dtype], np.int64)
         item = itemsize[regions.kind]
