@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections import OrderedDict
@@ -564,6 +565,15 @@ def test_full_compares_every_element(tmp_path):
     save_on(tmp_path, {"w": large}, {"w": other})
     with pytest.raises(PlanError, match="w offsets"):
         save_on(tmp_path / "x", {"w": large}, {"w": other}, check_replicas="full")
+
+
+@pytest.mark.parametrize("extra", [0, 1])
+def test_up_to_a_mebibyte_every_element_is_compared_anyway(tmp_path, extra):
+    one = np.zeros((1 << 20) + extra, np.uint8)
+    other = one.copy()
+    other[300_001] = 1
+    with contextlib.nullcontext() if extra else pytest.raises(PlanError, match="w offsets"):
+        save_on(tmp_path, {"w": one}, {"w": other})
 
 
 class Twice:

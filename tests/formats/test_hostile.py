@@ -58,9 +58,10 @@ def parts() -> dict:
 class Forge:
     """A good checkpoint, to be rewritten with digests that fit."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, state: dict | None = None) -> None:
         self.path = path
-        shardkeep.save(parts(), path, storage_writer=NativeWriter(block=BLOCK), no_dist=True)
+        state = parts() if state is None else state
+        shardkeep.save(state, path, storage_writer=NativeWriter(block=BLOCK), no_dist=True)
         self.record = decode_record((path / "checkpoint.json").read_bytes(), "")
         data = (path / self.record.index.name).read_bytes()
         length = int.from_bytes(data[:8], "little")
@@ -463,6 +464,21 @@ def test_shapes_larger_than_the_files(forge, huge):
         new[begin[row] : begin[row] + 2] = claimed
         forge.change(tensor__shapes=new)
         refused(forge.path)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_beyond_the_files_are_refused_at_once(tmp_path, tied):
+    """Already by who only looks: nothing of such a size is there to be read."""
+    array = np.arange(512.0)
+    forge = Forge(tmp_path / "c", {"w": array, **({"v": array} if tied else {})})
+    held = sum(row.payload for row in forge.record.files)
+    most = held // 8
+    for length, fits in ((most, True), (most + 1, False)):
+        forge.change(tensor__shapes=np.full_like(forge.columns["tensor.shapes"], length))
+        with (
+            contextlib.nullcontext() if fits else pytest.raises(REFUSED, match="bytes in files of")
+        ):
+            shardkeep.open(forge.path).close()
 
 
 def test_shapes_that_could_not_be_read_back_are_not_saved(tmp_path):
