@@ -415,7 +415,11 @@ class LoadPlanner(ABC):
         return None
 
     def commit_tensor(self, read_item: ReadItem, tensor: Sink) -> None:
-        """Every element of this region has been put."""
+        """Every element of this region has been put.
+
+        A load that is begun again, as another rank could not read for a moment, sets up the planner
+        again first, and tells of every region once more.
+        """
 
     def commit(self, items: ReadItems, sinks: Callable[[int], Sink]) -> None:
         """All regions have been put, into these sinks; tells `commit_tensor` of each."""

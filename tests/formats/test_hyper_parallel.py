@@ -400,6 +400,21 @@ def test_copies_that_do_not_lie_row_by_row_are_compared_too(of_ranks, monkeypatc
         assert got.tolist() == second.tolist()
 
 
+def test_copies_are_compared_in_one_way_however_they_lie(of_ranks, monkeypatch):
+    """One is small enough to be read in full, and the other lies in something wide."""
+    monkeypatch.setattr(finding, "_WHOLE", 4)
+    monkeypatch.setattr(finding, "_SAMPLE", 4)
+    of_ranks(0)
+    root = of_ranks(1)
+    narrow = torch.arange(120.0).reshape(4, 30)[:, :3]
+    other = narrow.clone()
+    other[0, 0] += 1
+    for second, is_same in ((narrow.clone(), True), (other, False)):
+        for rank, tensor in enumerate((narrow, second)):
+            torch.save({"w": tensor}, root / f"_rank{rank}_.safetensors")
+        assert isinstance(hyper_parallel.find(root).state["w"], StoredTensor) is is_same
+
+
 class Harm:
     def __reduce__(self):
         return (print, ("run",))

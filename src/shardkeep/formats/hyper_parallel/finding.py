@@ -126,11 +126,14 @@ def _all_same(root: Path, copies: _Copies) -> bool:
         parts = [part for _, part in held]
         if len(parts) < 2:
             continue
+        nbytes = StoredTensor(dtype, parts[0].sizes, ()).nbytes
         if all(_raw(part).strides is None for part in parts):
-            nbytes = StoredTensor(dtype, parts[0].sizes, ()).nbytes
             looks = {_look(root, part, nbytes) for part in parts}
         else:
-            looks = {_look_at_elements(root, part, dtype) for part in parts}
+            # All of them in one way: elements of some say nothing beside all of another.
+            most = max(nbytes, *(_span(part) * TABLE[dtype].itemsize for part in parts))
+            in_full = most <= 16 * _WHOLE
+            looks = {_look_at_elements(root, part, dtype, in_full) for part in parts}
         if len(looks) > 1:
             return False
     return True
@@ -152,14 +155,21 @@ def _look(root: Path, part: Part, nbytes: int) -> bytes:
     return b"".join(read_exactly(path, place.start + spot, _SAMPLE) for spot in spots)
 
 
-def _look_at_elements(root: Path, part: Part, dtype: str) -> bytes:
+def _strides(part: Part) -> tuple[int, ...]:
+    return _raw(part).strides or row_major(part.sizes)
+
+
+def _span(part: Part) -> int:
+    """Elements from the first to the last, as they lie."""
+    return 1 + sum((n - 1) * step for n, step in zip(part.sizes, _strides(part), strict=True))
+
+
+def _look_at_elements(root: Path, part: Part, dtype: str, in_full: bool) -> bytes:
     """The same where one of them does not: all elements, or some of many."""
-    place, item = _raw(part), TABLE[dtype].itemsize
-    strides = place.strides or row_major(part.sizes)
+    place, item, strides = _raw(part), TABLE[dtype].itemsize, _strides(part)
     path = file_below(root, place.file)
-    span = 1 + sum((n - 1) * step for n, step in zip(part.sizes, strides, strict=True))
-    if span * item <= 16 * _WHOLE:
-        data = read_exactly(path, place.start, span * item)
+    if in_full:
+        data = read_exactly(path, place.start, _span(part) * item)
         return elements_at(data, 0, dtype, part.sizes, strides).tobytes()
     spots = np.unique(np.linspace(0, math.prod(part.sizes) - 1, _SAMPLE, dtype=np.int64))
     steps = sum(
