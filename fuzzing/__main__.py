@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fuzzing.targets import Target
-from fuzzing.watching import Finding, Watch
+from fuzzing.watching import Watch
 from fuzzing.workers import Plan, Tally, fuzz, scratch_folder
 
 __all__ = ["all_targets", "main"]
@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan = Plan(options.seed, options.workers, executions, options.seconds)
     begun = time.monotonic()
     last = [begun]
+    told: set[tuple[str, str]] = set()
 
     def progress(tallies: dict[str, Tally]) -> None:
+        _tell(tallies, options.found, told)  # at once: it may be long before all is done
         now = time.monotonic()
         if now - last[0] >= 20:
             last[0] = now
@@ -55,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{now - begun:6.0f} s  {done:>12,} executions", file=sys.stderr, flush=True)
 
     tallies = fuzz(lambda scratch: all_targets(scratch, options.parser), plan, progress)
+    _tell(tallies, options.found, told)
     _report(tallies, plan, time.monotonic() - begun)
-    return _tell(tallies, options.found)
+    return 1 if told else 0
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -92,21 +95,17 @@ def _report(tallies: dict[str, Tally], plan: Plan, seconds: float) -> None:
     )
 
 
-def _tell(tallies: dict[str, Tally], folder: Path) -> int:
+def _tell(tallies: dict[str, Tally], folder: Path, told: set[tuple[str, str]]) -> None:
     """One of each fault is kept and told of."""
-    first: dict[tuple[str, str], Finding] = {}
-    for tally in tallies.values():
-        for finding in tally.findings:
-            kept = first.setdefault((finding.parser, finding.kind), finding)
-            if len(finding.data) < len(kept.data):
-                first[finding.parser, finding.kind] = finding
-    for finding in first.values():
+    for finding in [one for tally in tallies.values() for one in tally.findings]:
+        if (finding.parser, finding.kind) in told:
+            continue
+        told.add((finding.parser, finding.kind))
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{finding.parser}-{zlib.crc32(finding.data):08x}"
         path.write_bytes(finding.data)
         print(f"\n{finding.parser}: {finding.kind}\n{finding.text.rstrip()}")
-        print(f"  python -m fuzzing --parser {finding.parser} --reproduce {path}")
-    return 1 if first else 0
+        print(f"  python -m fuzzing --parser {finding.parser} --reproduce {path}", flush=True)
 
 
 def _reproduce(path: Path, names: Sequence[str]) -> int:

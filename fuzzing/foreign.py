@@ -58,14 +58,14 @@ def foreign_targets(scratch: Path) -> list[Target]:
     folders = seeds.huggingface_folders(scratch / "huggingface", made["hf"])
     data = seeds.FIXTURES
     return [
-        Target("safetensors", headers, (changed_header, changed_bytes), _safetensors, 20),
-        Target("pickle", _pickles(data), (changed_pickle,) * 4 + (changed_bytes,), _pickle, 20),
-        Target("torch_save", archives, (changed_archive,) * 6 + (changed_bytes,), _archive, 8),
-        Target("torch_legacy", [legacy], (changed_pickle, changed_bytes), _legacy, 20),
-        _Folders("huggingface", folders, scratch).target(5, dequantise="bfloat16"),
-        _Folders("torch_dcp", [made["torch-dcp"], data / "torch_dcp_2.2/r2"], scratch).target(4),
-        _Folders("megatron", [data / "megatron"], scratch).target(2),
-        _Folders("deepspeed", [data / "deepspeed"], scratch).target(2),
+        Target("safetensors", headers, (changed_header, changed_bytes), _safetensors, 45),
+        Target("pickle", _pickles(data), (changed_pickle,) * 4 + (changed_bytes,), _pickle, 35),
+        Target("torch_save", archives, (changed_archive,) * 6 + (changed_bytes,), _archive, 14),
+        Target("torch_legacy", [legacy], (changed_pickle, changed_bytes), _legacy, 35),
+        _Folders("huggingface", folders, scratch).target(10, dequantise="bfloat16"),
+        _Folders("torch_dcp", [made["torch-dcp"], data / "torch_dcp_2.2/r2"], scratch).target(6),
+        _Folders("megatron", [data / "megatron"], scratch).target(4),
+        _Folders("deepspeed", [data / "deepspeed"], scratch).target(4),
         _Folders(
             "hyper_parallel",
             [
@@ -74,7 +74,7 @@ def foreign_targets(scratch: Path) -> list[Target]:
                 data / "hyper_parallel_later" / "r2_nocoll",
             ],
             scratch,
-        ).target(2),
+        ).target(4),
         _Folders(
             "mindspore",
             [
@@ -84,7 +84,7 @@ def foreign_targets(scratch: Path) -> list[Target]:
                 seeds.merged_folder(scratch / "merged"),
             ],
             scratch,
-        ).target(8),
+        ).target(12),
         _Folders(
             "orbax",
             [data / "orbax" / name for name in ("zarr2", "zarr3", "zarr3_ocdbt", "manager/5")],

@@ -38,12 +38,12 @@ def native_targets(scratch: Path) -> list[Target]:
     data = made.payloads[made.record.files[0].name]
     structure = [_structure_of(index)]
     return [
-        Target("record", [made.text()], (_record_json, _record_bytes, changed_bytes), _record, 20),
-        Target("header", [_head(data), _head(index)], (changed_header, changed_bytes), _header, 20),
-        Target("index", [index], (changed_index,), _index_of(made), 8),
-        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 20),
-        Target("structure", structure, (changed_msgpack, changed_bytes), _structure, 20),
-        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 30),
+        Target("record", [made.text()], (_record_json, _record_bytes, changed_bytes), _record, 45),
+        Target("header", [_head(data), _head(index)], (changed_header, changed_bytes), _header, 45),
+        Target("index", [index], (changed_index,), _index_of(made), 10),
+        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 45),
+        Target("structure", structure, (changed_msgpack, changed_bytes), _structure, 35),
+        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 50),
         _checkpoint(made, scratch / "checkpoint"),
     ]
 
@@ -192,7 +192,7 @@ def _checkpoint(made: Saved, folder: Path) -> Target:
     }
     state = _Written(made, folder)
     seeds.append(labelled(RECORD, made.text()))
-    return Target("checkpoint", seeds, (by_label(mutators),), state.run, 2)
+    return Target("checkpoint", seeds, (by_label(mutators),), state.run, 4)
 
 
 class _Written:

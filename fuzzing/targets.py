@@ -28,11 +28,13 @@ class Target:
     run: Callable[[bytes], None]
     """Parses one input, and does with it what a load would."""
     weight: int = 10
-    """Its share of the executions, among all parsers'."""
+    """Its share of the executions, among all parsers': larger for quick ones, and one of a
+    hundred or so for each."""
 
     def changed(self, rng: Random, corpus: Sequence[bytes]) -> bytes:
         """Another input, made from one of these."""
-        base = rng.choice(corpus)
+        # What is kept besides good inputs is mostly refused: it does not crowd them out.
+        base = rng.choice(self.seeds if rng.random() < 0.5 else corpus)
         return rng.choice(self.mutators)(rng, base, corpus)
 
 

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import random
+import signal
 import tempfile
 import traceback
 from collections import Counter
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import monotonic, process_time
 from typing import Any
 
 from fuzzing.guidance import Guidance
@@ -26,6 +27,8 @@ __all__ = ["Plan", "Tally", "fuzz", "scratch_folder"]
 
 _SLICE = 500
 """Executions in a row with one parser, for each 10 of its weight."""
+_THREADS = 10
+"""One of so many slices runs on all cores, and so on as many threads as a load or a save has."""
 _KEPT_BYTES = 1 << 15
 """Bytes of an input that is kept."""
 _SAME = 3
@@ -57,9 +60,9 @@ class Tally:
     executions: int = 0
     """Inputs parsed."""
     seconds: float = 0.0
-    """In all processes together, making the inputs included."""
+    """Of cores, in all processes together; making the inputs included."""
     kept: int = 0
-    """Inputs that reached new lines."""
+    """Inputs that reached something new."""
     findings: list[Finding] = field(default_factory=list)
     """What must not be."""
 
@@ -89,11 +92,15 @@ def fuzz(make: Any, plan: Plan, progress: Any = lambda tallies: None) -> dict[st
             ends[worker.told] = worker
         try:
             while ends:
+                begun = monotonic()
                 for end in wait(list(ends), timeout=10):
                     _listen(ends, end, tallies)  # type: ignore[arg-type]
+                stopped = monotonic() - begun > 2 * 10
                 for worker in ends.values():
-                    worker.end_if_silent()
+                    worker.end_if_silent(stopped=stopped)
                 progress(tallies)
+        except KeyboardInterrupt:
+            pass  # what was done so far is told
         finally:
             for worker in ends.values():
                 worker.kill()
@@ -125,6 +132,7 @@ class _Worker:
             status = 1
             try:
                 os.close(reading)
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the one who listens
                 _work(number, plan, make, scratch, Connection(writing, readable=False), self._note)
                 status = 0
             except BaseException:
@@ -144,9 +152,14 @@ class _Worker:
         name, _, data = self._note[8 : 8 + min(length, _NOTE - 8)].partition(b"\0")
         return Finding(name.decode(), "crash", f"the process ended with {status}", data)
 
-    def end_if_silent(self) -> None:
-        """An input may keep the interpreter from looking at its signals."""
-        if monotonic() - self.heard > _SILENT:
+    def end_if_silent(self, *, stopped: bool) -> None:
+        """An input may keep the interpreter from looking at its signals.
+
+        If this process was `stopped`, so was that one.
+        """
+        if stopped:
+            self.heard = monotonic()
+        elif monotonic() - self.heard > _SILENT:
             os.kill(self.pid, 9)
 
     def kill(self) -> None:
@@ -163,13 +176,20 @@ def _work(
     targets: Sequence[Target] = make(scratch)
     guidance = Guidance()
     corpora = {target.name: list(target.seeds) for target in targets}
+    watch = Watch(limits=False)
     for target in targets:  # what good inputs reach is not new
         for data in target.seeds:
-            Watch(limits=False).run(target.name, target.run, data)
+            watch.run(target.name, target.run, data)
+            if watch.refusal is not None:
+                guidance.refused(target.name, watch.refusal)
     watch = Watch()
     gc.freeze()
     worker = _Slices(watch, guidance, note, corpora, Counter())
+    cores = sorted(os.sched_getaffinity(0))
     for target, count, at in _slices(plan, number, targets):
+        # On one core the library starts no threads, of which small inputs cost more than all else.
+        threads = at % _THREADS == 0
+        os.sched_setaffinity(0, cores if threads else {cores[number % len(cores)]})
         rng = random.Random(f"{plan.seed}/{number}/{target.name}/{at}")
         told.send((target.name, worker.run(target, count, rng)))
 
@@ -214,21 +234,24 @@ class _Slices:
         tally = Tally()
         corpus = self.corpora[target.name]
         front = target.name.encode() + b"\0"
-        begun = perf_counter()
+        begun = process_time()
         for _ in range(count):
             data = target.changed(rng, corpus)
             self._write_down(front, data)
-            lines = self.guidance.lines
+            reached = self.guidance.reached
             finding = self.watch.run(target.name, target.run, data)
             tally.executions += 1
             if finding is not None:
                 self.known[finding.parser, finding.kind] += 1
                 if self.known[finding.parser, finding.kind] <= _SAME:
                     tally.findings.append(finding)
-            elif self.guidance.lines > lines and len(data) <= _KEPT_BYTES:
+                continue
+            if self.watch.refusal is not None:
+                self.guidance.refused(target.name, self.watch.refusal)
+            if self.guidance.reached > reached and len(data) <= _KEPT_BYTES:
                 tally.kept += 1
                 corpus.append(data)
-        tally.seconds = perf_counter() - begun
+        tally.seconds = process_time() - begun
         return tally
 
     def _write_down(self, front: bytes, data: bytes) -> None:
