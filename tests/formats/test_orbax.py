@@ -1,6 +1,8 @@
 """Orbax's checkpoints, read through tensorstore."""
 
+import contextlib
 import json
+import os
 import shutil
 
 import ml_dtypes
@@ -247,6 +249,64 @@ def test_links_out_of_the_checkpoint_are_not_followed(tmp_path):
     shutil.rmtree(root / "scalar")
     (root / "scalar").symlink_to(FOLDER / "zarr3/scalar")
     with pytest.raises(UnsafeCheckpointError, match="link"):
+        orbax.find(root)
+
+
+@reads
+def test_a_link_to_itself_is_refused(tmp_path):
+    root = copy(tmp_path)
+    shutil.rmtree(root / "scalar")
+    (root / "scalar").symlink_to("scalar")
+    with pytest.raises(CorruptionError, match="scalar"):
+        orbax.find(root)
+
+
+PIPED = {
+    "zarr2": ("params.w/.zarray", "params.w/0.0", "unused"),
+    "zarr2_ocdbt": ("manifest.ocdbt",),
+}
+
+
+@reads
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind, names in PIPED.items() for name in names]
+)
+def test_a_pipe_is_not_waited_for(tmp_path, kind, name):
+    root = copy(tmp_path, kind)
+    (root / name).unlink(missing_ok=True)
+    os.mkfifo(root / name)
+    with pytest.raises(FormatError, match="not a regular file"):
+        orbax.find(root)
+
+
+@reads
+@pytest.mark.parametrize("kind", ["zarr2", "zarr3"])
+def test_metadata_that_nests_too_deep_is_refused(tmp_path, kind):
+    """tensorstore would need more stack than there is, and the process would end."""
+    root = copy(tmp_path, kind)
+    path = root / "params.w" / (".zarray" if kind == "zarr2" else "zarr.json")
+    text = path.read_text().rstrip().removesuffix("}")
+    path.write_text(text + ', "x": ' + '{"a":' * 100_000 + "1" + "}" * 100_001)
+    with pytest.raises(FormatError, match="nests"):
+        orbax.find(root)
+    path.write_text(text + ', "x": "' + "[{" * 100 + '\\""}')  # in a text there is nothing deep
+    with contextlib.suppress(CorruptionError):
+        orbax.find(root)
+    path.write_text(text + " " * (1 << 20) + "}")
+    with pytest.raises(FormatError, match="more metadata"):
+        orbax.find(root)
+
+
+@reads
+def test_packed_metadata_that_nests_too_deep_is_refused(tmp_path):
+    import tensorstore
+
+    root = copy(tmp_path, "zarr2_ocdbt")
+    packed = tensorstore.KvStore.open(
+        {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+    ).result()
+    packed["params.w/.zarray"] = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+    with pytest.raises(FormatError, match="nests"):
         orbax.find(root)
 
 

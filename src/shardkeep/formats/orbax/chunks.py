@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from shardkeep.errors import (
     UnsupportedValueError,
 )
 from shardkeep.foreign.found import Array, Ints, Part, StoredTensor
+from shardkeep.foreign.regular_files import beginning
 from shardkeep.foreign.shapes import checked_shape
 from shardkeep.formats.orbax.items import Tree
 
@@ -33,6 +35,10 @@ _MAX_PARTS = 1 << 12
 _MAX_CHUNK = 1 << 36
 _SMALL_CHUNK = 16 << 20
 """Bytes that a chunk may have, however little of it an array fills."""
+_MAX_METADATA = 1 << 20
+"""Bytes of the metadata of one array."""
+_MAX_DEPTH = 64
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _CACHED = 4
 """Chunks that are kept decoded: what is read piece by piece is not decoded for each piece."""
 _SMALL_CACHE = 64 << 20
@@ -74,7 +80,7 @@ class Arrays:
         self._lock = threading.Lock()
         self._context: Any = None
         self._open: dict[str, Any] = {}
-        _refuse_links(root)
+        _check_files(root)
 
     def _spec(self, name: str) -> dict[str, Any]:
         # A directory as a URL would need its name escaped; as a path it does not.
@@ -96,6 +102,7 @@ class Arrays:
 
     def find(self, names: list[str]) -> dict[str, StoredTensor]:
         """What there is under each of these names; looks at metadata only."""
+        self._check_metadata(names)
         opened = {}
         for name in names:
             with _told(f"{name} in {self._root}"):
@@ -105,6 +112,24 @@ class Arrays:
             with _told(f"{name} in {self._root}"):
                 found[name] = self._tensor(name, future.result())
         return found
+
+    def _check_metadata(self, names: list[str]) -> None:
+        file = "zarr.json" if self._tree.use_zarr3 else ".zarray"
+        if not self._tree.use_ocdbt:
+            for name in names:
+                path = Path(self._spec(name)["kvstore"]["path"], file)
+                _check_metadata(beginning(path, _MAX_METADATA + 1), str(path))
+            return
+        read = {}
+        with _told(str(self._root)):
+            packed = self._ts.KvStore.open(
+                {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._root}{os.sep}"}}
+            ).result()
+            for name in names:
+                read[name] = packed.read(f"{name}/{file}")
+        for name, future in read.items():
+            with _told(f"{name} in {self._root}"):
+                _check_metadata(future.result().value, f"{name} in {self._root}")
 
     def _tensor(self, name: str, store: Any) -> StoredTensor:
         what = f"{name} in {self._root}"
@@ -176,13 +201,33 @@ class _Chunk:
         return np.ascontiguousarray(block).reshape(sizes).view(self._bits)
 
 
-def _refuse_links(root: Path) -> None:
-    """tensorstore follows links wherever they lead, so none may lead out."""
-    inside = root.resolve()
-    for folder, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            path = Path(folder, name)
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                raise UnsafeCheckpointError(
-                    f"{path} is a link that leaves the checkpoint's directory; it is not followed"
-                )
+def _check_files(root: Path) -> None:
+    """tensorstore follows links wherever they lead, and waits for pipes: neither may be there."""
+    inside = Path(os.path.realpath(root))
+    folders = [os.fspath(root)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    if not Path(os.path.realpath(entry.path)).is_relative_to(inside):
+                        raise UnsafeCheckpointError(
+                            f"{entry.path} is a link that leaves the checkpoint's directory; it is "
+                            "not followed"
+                        )
+                elif entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    raise FormatError(f"{entry.path} is not a regular file")
+
+
+def _check_metadata(data: bytes, what: str) -> None:
+    """tensorstore ends the process if metadata nests too deep for the stack of a thread."""
+    if len(data) > _MAX_METADATA:
+        raise FormatError(f"{what} has more metadata than {_MAX_METADATA} bytes")
+    if data.count(b"{") + data.count(b"[") <= _MAX_DEPTH:
+        return
+    depth = 0
+    for bracket in re.findall(rb"[][{}]", _STRING.sub(b"", data)):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > _MAX_DEPTH:
+            raise FormatError(f"{what} has metadata that nests more than {_MAX_DEPTH} deep")
