@@ -259,6 +259,29 @@ def test_a_coordinator_without_heartbeats_commits_nothing():
     assert outcomes(2, work) == [None, None]
 
 
+def test_a_coordinator_that_stood_still_during_the_claim_commits_nothing():
+    """It holds the store, which stood still with it: the others gave it up and could not say so."""
+
+    def work(ranks):
+        def stopped_in_claim(key, value):
+            standing = claim(key, value)
+            ranks._heart._worst = 0.9 * QUICK.gone_s
+            return standing
+
+        claim, ranks._control.claim = ranks._control.claim, stopped_in_claim
+
+        def commit():
+            if ranks.rank == 0:
+                ranks.may_commit()
+
+        with ranks.call("save"):
+            ranks.agree("commit", commit)
+
+    for error in outcomes(2, work):
+        assert isinstance(error, RankError)
+        assert "nothing was committed" in str(error)
+
+
 def test_a_coordinator_that_stood_still_while_it_committed_says_so():
     """The others may have given it up, where they could not tell it so."""
 

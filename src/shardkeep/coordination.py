@@ -309,17 +309,22 @@ class Ranks:
         """
         call = self._call
         assert call is not None
+        self._check_lapse()
+        if self._control.claim(f"{call.number}/commit", b"commit") != b"commit":
+            raise RankError(
+                "the other ranks gave rank 0 up before it could commit; nothing was committed"
+            )
+        # A plane that stood still with this process has let it claim what the others gave up.
+        self._check_lapse()
+        call.claimed = True
+
+    def _check_lapse(self) -> None:
         lapse = self._heart.lapsed_s()
         if lapse > _LAPSE * self.patience.gone_s:
             raise RankError(
                 f"rank 0 was without a sign of life for {lapse:.0f} s, so that the other ranks may "
                 "have given it up; nothing was committed"
             )
-        if self._control.claim(f"{call.number}/commit", b"commit") != b"commit":
-            raise RankError(
-                "the other ranks gave rank 0 up before it could commit; nothing was committed"
-            )
-        call.claimed = True
 
     def _outcome(
         self, phase: str, work: Callable[[], T], tell: Callable[[Any], bytes | None] | None = None
