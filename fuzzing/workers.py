@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic, process_time
@@ -35,8 +35,11 @@ _SAME = 3
 """Inputs told of for one fault."""
 _SILENT = 300.0
 """Seconds after which a process that tells of no slice is ended."""
+_LIVES = 50
+"""Processes that may end over one part of the plan."""
 _NOTE = 64 << 20
 _ONE_ARENA = -8
+_END_WITH_PARENT = 1
 
 
 @dataclass(frozen=True)
@@ -88,13 +91,22 @@ def fuzz(make: Any, plan: Plan, progress: Any = lambda tallies: None) -> dict[st
     tallies: dict[str, Tally] = {}
     with scratch_folder() as scratch:
         for number in range(plan.workers):
-            worker = _Worker(number, plan, make, scratch / str(number))
+            worker = _Worker(_Part(number, plan), make, scratch)
             ends[worker.told] = worker
         try:
             while ends:
                 begun = monotonic()
                 for end in wait(list(ends), timeout=10):
-                    _listen(ends, end, tallies)  # type: ignore[arg-type]
+                    worker = ends[end]  # type: ignore[index]
+                    if worker.listen(tallies):
+                        continue
+                    del ends[worker.told]
+                    finding = worker.ended()
+                    if finding is not None:  # the rest of its part is for another
+                        tallies.setdefault(finding.parser, Tally()).findings.append(finding)
+                        if worker.part.life < _LIVES:
+                            worker = _Worker(worker.part.rest(), make, scratch)
+                            ends[worker.told] = worker
                 stopped = monotonic() - begun > 2 * 10
                 for worker in ends.values():
                     worker.end_if_silent(stopped=stopped)
@@ -107,23 +119,28 @@ def fuzz(make: Any, plan: Plan, progress: Any = lambda tallies: None) -> dict[st
     return tallies
 
 
-def _listen(ends: dict[Connection, _Worker], end: Connection, tallies: dict[str, Tally]) -> None:
-    worker = ends[end]
-    try:
-        name, tally = end.recv()
-        worker.heard = monotonic()
-        tallies.setdefault(name, Tally()).add(tally)
-    except (EOFError, OSError):
-        del ends[end]
-        finding = worker.ended()
-        if finding is not None:
-            tallies.setdefault(finding.parser, Tally()).findings.append(finding)
+@dataclass
+class _Part:
+    """Of the plan, what one process does, and another goes on with if an input ends it."""
+
+    number: int
+    plan: Plan
+    life: int = 0
+    """How many processes have ended over it."""
+    begun: float = field(default_factory=monotonic)
+    done: Counter[str] = field(default_factory=Counter)
+    """Executions, by parser."""
+
+    def rest(self) -> _Part:
+        """For the next process."""
+        return replace(self, life=self.life + 1)
 
 
 class _Worker:
     """One process, seen from outside."""
 
-    def __init__(self, number: int, plan: Plan, make: Any, scratch: Path) -> None:
+    def __init__(self, part: _Part, make: Any, scratch: Path) -> None:
+        self.part = part
         self.heard = monotonic()
         self._note = mmap.mmap(-1, _NOTE)
         reading, writing = os.pipe()
@@ -133,7 +150,9 @@ class _Worker:
             try:
                 os.close(reading)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the one who listens
-                _work(number, plan, make, scratch, Connection(writing, readable=False), self._note)
+                ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+                folder = scratch / f"{part.number}-{part.life}"
+                _work(part, make, folder, Connection(writing, readable=False), self._note)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -141,6 +160,17 @@ class _Worker:
                 os._exit(status)
         os.close(writing)
         self.told = Connection(reading, writable=False)
+
+    def listen(self, tallies: dict[str, Tally]) -> bool:
+        """Take what it says of a slice; False once it says nothing more."""
+        try:
+            name, tally = self.told.recv()
+        except (EOFError, OSError):
+            return False
+        self.heard = monotonic()
+        self.part.done[name] += tally.executions
+        tallies.setdefault(name, Tally()).add(tally)
+        return True
 
     def ended(self) -> Finding | None:
         """The input that ended the process, if it did not end by itself."""
@@ -168,9 +198,7 @@ class _Worker:
         os.waitpid(self.pid, 0)
 
 
-def _work(
-    number: int, plan: Plan, make: Any, scratch: Path, told: Connection, note: mmap.mmap
-) -> None:
+def _work(part: _Part, make: Any, scratch: Path, told: Connection, note: mmap.mmap) -> None:
     ctypes.CDLL(None).mallopt(_ONE_ARENA, 1)  # or every thread reserves memory of its own
     scratch.mkdir(parents=True)
     targets: Sequence[Target] = make(scratch)
@@ -186,21 +214,25 @@ def _work(
     gc.freeze()
     worker = _Slices(watch, guidance, note, corpora, Counter())
     cores = sorted(os.sched_getaffinity(0))
-    for target, count, at in _slices(plan, number, targets):
+    for target, count, at in _slices(part, targets):
         # On one core the library starts no threads, of which small inputs cost more than all else.
         threads = at % _THREADS == 0
-        os.sched_setaffinity(0, cores if threads else {cores[number % len(cores)]})
-        rng = random.Random(f"{plan.seed}/{number}/{target.name}/{at}")
+        os.sched_setaffinity(0, cores if threads else {cores[part.number % len(cores)]})
+        rng = random.Random(f"{part.plan.seed}/{part.number}/{part.life}/{target.name}/{at}")
         told.send((target.name, worker.run(target, count, rng)))
 
 
-def _slices(
-    plan: Plan, number: int, targets: Sequence[Target]
-) -> Iterator[tuple[Target, int, int]]:
+def _slices(part: _Part, targets: Sequence[Target]) -> Iterator[tuple[Target, int, int]]:
     """Turns of the parsers: by weight until all executions are done, or the time is up."""
-    until = monotonic() + plan.seconds if plan.seconds is not None else None
+    plan = part.plan
+    until = part.begun + plan.seconds if plan.seconds is not None else None
     weights = sum(target.weight for target in targets)
-    left = {target.name: _share(plan, number, target.weight / weights) for target in targets}
+    left = {
+        target.name: max(
+            0, _share(plan, part.number, target.weight / weights) - part.done[target.name]
+        )
+        for target in targets
+    }
     at = 0
     while any(left.values()):
         at += 1

@@ -82,6 +82,16 @@ def slow(data: bytes) -> None:
     time.sleep(1.1)
 
 
+def slow_once(data: bytes) -> None:
+    """As where the process was stopped for a while."""
+    if not SLOW:
+        SLOW.append(data)
+        time.sleep(1.1)
+
+
+SLOW: list[bytes] = []
+
+
 @pytest.mark.parametrize(
     ("parse", "kind"),
     [
@@ -115,6 +125,11 @@ def test_what_must_not_be_is_found(parse, kind):
     assert done.stdout.startswith(kind), done.stdout + done.stderr
 
 
+def test_a_process_that_was_stopped_once_is_not_slow():
+    assert Watch(limits=False).run("p", slow_once, b"x") is None
+    assert SLOW
+
+
 def test_processes_count_and_tell(tmp_path):
     code = (
         "import os, sys\n"
@@ -123,27 +138,30 @@ def test_processes_count_and_tell(tmp_path):
         "from fuzzing.workers import Plan, fuzz\n"
         "import test_fuzzing as t\n"
         "def die(data):\n"
-        "    if len(data) > 5: os._exit(9)\n"
+        "    if len(data) > 5 and not os.path.exists('died'):\n"
+        "        open('died', 'w').close()\n"
+        "        os._exit(9)\n"
         "def make(scratch):\n"
         "    return [Target('odd', [b'\\0'], (changed_bytes,), t.escape, 3),\n"
         "            Target('calm', [b'a'], (changed_bytes,), lambda data: None, 1)]\n"
         "found = fuzz(make, Plan(1, 2, 4000))\n"
         "print(found['odd'].executions, found['calm'].executions, len(found['odd'].findings) > 0)\n"
         "dies = Target('dies', [b'abc'], (changed_bytes,), die)\n"
-        "found = fuzz(lambda s: [dies], Plan(1, 1, 999))\n"
+        "found = fuzz(lambda s: [dies], Plan(1, 1, 600))\n"
         "(one,) = found['dies'].findings\n"
-        "print(one.kind, len(one.data) > 5)\n"
+        "print(one.kind, len(one.data) > 5, found['dies'].executions)\n"
     )
     root = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": f"{root}/src:{root}:{root}/tests"},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["3000", "1000", "True", "crash", "True"], done.stderr
+    assert done.stdout.split() == ["3000", "1000", "True", "crash", "True", "600"], done.stderr
 
 
 def test_the_command(tmp_path):
