@@ -58,11 +58,11 @@ def foreign_targets(scratch: Path) -> list[Target]:
     folders = seeds.huggingface_folders(scratch / "huggingface", made["hf"])
     data = seeds.FIXTURES
     return [
-        Target("safetensors", headers, (changed_header, changed_bytes), _safetensors, 45),
-        Target("pickle", _pickles(data), (changed_pickle,) * 4 + (changed_bytes,), _pickle, 35),
-        Target("torch_save", archives, (changed_archive,) * 6 + (changed_bytes,), _archive, 14),
-        Target("torch_legacy", [legacy], (changed_pickle, changed_bytes), _legacy, 35),
-        _Folders("huggingface", folders, scratch).target(10, dequantise="bfloat16"),
+        Target("safetensors", headers, (changed_header, changed_bytes), _safetensors, 90),
+        Target("pickle", _pickles(data), (changed_pickle,) * 4 + (changed_bytes,), _pickle, 70),
+        Target("torch_save", archives, (changed_archive,) * 6 + (changed_bytes,), _archive, 20),
+        Target("torch_legacy", [legacy], (changed_pickle, changed_bytes), _legacy, 70),
+        _Folders("huggingface", folders, scratch).target(12, dequantise="bfloat16"),
         _Folders("torch_dcp", [made["torch-dcp"], data / "torch_dcp_2.2/r2"], scratch).target(6),
         _Folders("megatron", [data / "megatron"], scratch).target(4),
         _Folders("deepspeed", [data / "deepspeed"], scratch).target(4),
@@ -84,7 +84,7 @@ def foreign_targets(scratch: Path) -> list[Target]:
                 seeds.merged_folder(scratch / "merged"),
             ],
             scratch,
-        ).target(12),
+        ).target(16),
         _Folders(
             "orbax",
             [data / "orbax" / name for name in ("zarr2", "zarr3", "zarr3_ocdbt", "manager/5")],

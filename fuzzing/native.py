@@ -38,12 +38,12 @@ def native_targets(scratch: Path) -> list[Target]:
     data = made.payloads[made.record.files[0].name]
     structure = [_structure_of(index)]
     return [
-        Target("record", [made.text()], (_record_json, _record_bytes, changed_bytes), _record, 45),
-        Target("header", [_head(data), _head(index)], (changed_header, changed_bytes), _header, 45),
-        Target("index", [index], (changed_index,), _index_of(made), 10),
-        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 45),
-        Target("structure", structure, (changed_msgpack, changed_bytes), _structure, 35),
-        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 50),
+        Target("record", [made.text()], (_record_json, _record_bytes, changed_bytes), _record, 90),
+        Target("header", [_head(data), _head(index)], (changed_header, changed_bytes), _header, 90),
+        Target("index", [index], (changed_index,), _index_of(made), 12),
+        Target("digests", [b"\7" + _whole(data[:9000])], (_digest_bytes,), _digests, 90),
+        Target("structure", structure, (changed_msgpack, changed_bytes), _structure, 70),
+        Target("values", encoded_values(), (changed_msgpack, changed_bytes), _values, 100),
         _checkpoint(made, scratch / "checkpoint"),
     ]
 

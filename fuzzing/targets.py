@@ -28,8 +28,8 @@ class Target:
     run: Callable[[bytes], None]
     """Parses one input, and does with it what a load would."""
     weight: int = 10
-    """Its share of the executions, among all parsers': larger for quick ones, and one of a
-    hundred or so for each."""
+    """Its share of the executions, among all parsers': larger for quick ones, and one of two
+    hundred at least."""
 
     def changed(self, rng: Random, corpus: Sequence[bytes]) -> bytes:
         """Another input, made from one of these."""

@@ -26,7 +26,7 @@ from fuzzing.watching import Finding, Watch
 __all__ = ["Plan", "Tally", "fuzz", "scratch_folder"]
 
 _SLICE = 500
-"""Executions in a row with one parser, for each 10 of its weight."""
+"""Executions in a row with one parser, for each 20 of its weight."""
 _THREADS = 10
 """One of so many slices runs on all cores, and so on as many threads as a load or a save has."""
 _KEPT_BYTES = 1 << 15
@@ -237,7 +237,7 @@ def _slices(part: _Part, targets: Sequence[Target]) -> Iterator[tuple[Target, in
     while any(left.values()):
         at += 1
         for target in targets:
-            count = min(left[target.name], max(1, _SLICE * target.weight // 10))
+            count = min(left[target.name], max(1, _SLICE * target.weight // 20))
             if until is not None and monotonic() > until:
                 return
             if count:
