@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import CheckpointNotFoundError, StorageError, ThreadRanks
+from shardkeep.coordination import Patience
 from shardkeep.engine import arena as engine_arena
 from shardkeep.engine import process as engine_process
 from shardkeep.engine.arena import Arena
@@ -562,6 +563,61 @@ def test_death_of_one_ranks_process_fails_the_save_on_all(tmp_path, told):
         assert "killed by SIGKILL" in str(error)
         assert whole
     check(tmp_path, {"r0": states[2], "r1": states[3]})
+    assert len(left_in(tmp_path)) == 3
+
+
+# --- the process is stopped
+
+
+def test_a_process_that_is_stopped_for_long_is_ended(tmp_path, keeper):
+    keeper.async_save(some_state(seed=1), tmp_path).result()
+    pid = pid_of(keeper)
+    keeper._background.process.gone_s = 2.0
+    os.kill(pid, signal.SIGSTOP)
+    handle = keeper.async_save(some_state(seed=2), tmp_path, overwrite=True)
+    with pytest.raises(StorageError, match="was stopped for 2 s") as caught:
+        handle.result(30)
+    assert caught.value.transient
+    assert not is_running(pid)
+    check(tmp_path, some_state(seed=1))
+    keeper.async_save(some_state(seed=3), tmp_path, overwrite=True).result()
+    check(tmp_path, some_state(seed=3))
+    assert len(left_in(tmp_path)) == 2
+
+
+def test_a_process_that_is_stopped_for_a_moment_goes_on(tmp_path, keeper):
+    keeper.async_save(some_state(seed=1), tmp_path).result()
+    pid = pid_of(keeper)
+    keeper._background.process.gone_s = 3.0
+    for _ in range(2):
+        os.kill(pid, signal.SIGSTOP)
+        handle = keeper.async_save(some_state(seed=2), tmp_path, overwrite=True)
+        time.sleep(1.5)
+        assert not handle.done()
+        os.kill(pid, signal.SIGCONT)
+        handle.result(30)
+    assert pid_of(keeper) == pid
+    check(tmp_path, some_state(seed=2))
+
+
+def test_one_ranks_process_that_is_stopped_fails_the_save_on_all(tmp_path):
+    """After as long as a rank that is stopped would be given up."""
+    states = [some_state(seed=seed)["w0"] for seed in range(4)]
+
+    def save(coordinator):
+        rank = coordinator.rank
+        with shardkeep.Checkpointer(process_group=coordinator, writer="process") as kept:
+            kept.async_save({f"r{rank}": states[rank]}, tmp_path).result()
+            if rank == 1:
+                os.kill(pid_of(kept), signal.SIGSTOP)
+            handle = kept.async_save({f"r{rank}": states[2 + rank]}, tmp_path, overwrite=True)
+            return (handle.exception(30),)
+
+    ranks = ThreadRanks(2, patience=Patience(beat_s=0.5, gone_s=2.0))
+    for (error,) in ranks.run(save):
+        assert isinstance(error, StorageError)
+        assert "was stopped for 2 s" in str(error)
+    check(tmp_path, {"r0": states[0], "r1": states[1]})
     assert len(left_in(tmp_path)) == 3
 
 

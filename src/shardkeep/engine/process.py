@@ -43,6 +43,8 @@ log = logging.getLogger("shardkeep")
 
 START_S = 300.0
 """A shared file system may take minutes to give a thousand ranks their modules."""
+GONE_S = 60.0
+"""A process that somebody stopped, and for so long did not have go on, is ended."""
 END_S = 5.0
 """How long a process may take to end by itself."""
 NEEDED = ("shardkeep", "numpy", "msgspec", "xxhash", "ml_dtypes", "blake3")
@@ -67,6 +69,8 @@ class WriterProcess:
 
     def __init__(self) -> None:
         """Nothing is started yet."""
+        self.gone_s = GONE_S
+        """How long the process may be stopped, as by SIGSTOP."""
         self._running: _Running | None = None
         self._finalizer: weakref.finalize[..., WriterProcess] | None = None
 
@@ -89,6 +93,7 @@ class WriterProcess:
             self._finalizer = weakref.finalize(self, running.end)
             # At the end of the program, saves are completed first.
             self._finalizer.atexit = False
+        running.gone_s = self.gone_s
         if running.sees != arena.version and arena.fd >= 0:
             # Before: whatever becomes of the message, its descriptor may be on its way.
             arena.borrowers.add(self)
@@ -180,6 +185,10 @@ class _Running:
         self._owner = os.getpid()
         self._deadline = time.monotonic() + START_S
         self._greeted = False
+        self._looked = time.monotonic()
+        self._stopped = 0.0
+        self.gone_s = GONE_S
+        """How long it may be stopped."""
         self.sees = 0
         """The version of the arena whose memory it sees."""
         ours, theirs = map(_above_stdio, socket.socketpair())
@@ -216,7 +225,16 @@ class _Running:
         return False
 
     def _is_alive(self) -> bool:
-        return self._popen.poll() is None and not self._is_late()
+        return self._popen.poll() is None and not self._is_late() and not self._is_stopped()
+
+    def _is_stopped(self) -> bool:
+        """Whether it has been, for too long. Asked every second while there is nothing to hear."""
+        # Counted in looks: a program that was itself stopped has not waited.
+        now = time.monotonic()
+        passed = min(now - self._looked, 2.0)
+        self._looked = now
+        self._stopped = self._stopped + passed if _state(self.pid) == "T" else 0.0
+        return self._stopped >= self.gone_s
 
     def _is_late(self) -> bool:
         return not self._greeted and time.monotonic() > self._deadline
@@ -249,6 +267,7 @@ class _Running:
     def hear(self, progress: Callable[[int], None], meanwhile: Callable[[], None]) -> bytes | None:
         """Wait for what it says; gives the answer, when that has come."""
         message, _ = self.channel.receive(meanwhile)
+        self._stopped = 0.0
         if isinstance(message, Failed):
             error = revive(message.failure)
             if isinstance(error, StorageError):
@@ -262,6 +281,8 @@ class _Running:
         """In words."""
         if self._popen.poll() is None and self._is_late():
             return f"did not start within {START_S:.0f} s"
+        if self._popen.poll() is None and self._stopped >= self.gone_s:
+            return f"was stopped for {self.gone_s:.0f} s, as by SIGSTOP, and is ended"
         try:
             status = self._popen.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -290,6 +311,15 @@ class _Running:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._popen.wait(END_S)
         return self._popen.returncode is not None
+
+
+def _state(pid: int) -> str:
+    """One letter, as the system has it for a process; empty where that cannot be known."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b") ")[2][:1].decode()
+    except OSError:
+        return ""
 
 
 def _above_stdio(end: socket.socket) -> socket.socket:
