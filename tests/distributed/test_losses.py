@@ -33,6 +33,7 @@ LOST = [
 """Stand for many, and run in every check."""
 LOST_TOO = [
     Case("thread", "kill", 3, 1, "work write"),
+    Case("overwrite", "kill", 3, 1, "wait"),
     Case("messages", "stop", 3, 0, "move pass blocks on"),
     Case("manager", "wake", 3, 0, BEFORE),
     Case("save", "wake", 2, 0, BEFORE, store="rank 0"),
