@@ -232,6 +232,65 @@ def test_who_loses_the_plane_says_why_it_left():
         assert dict(error.failures) == {0: "gone: store host"}
 
 
+def test_a_coordinator_that_stood_still_asks_who_is_there():
+    """It held the store: another posted its outcome, got no answer, and has left meanwhile."""
+    lost = RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
+
+    def work(ranks):
+        def stand_still():
+            if ranks.rank == 0:
+                ranks._heart._worst = 0.9 * QUICK.gone_s
+
+        def lose(key, timeout_s):
+            raise lost
+
+        with ranks.call("load"):
+            ranks.agree("first", lambda: None)
+            if ranks.rank == 1:
+                ranks._control.get = lose
+            ranks.agree("last", stand_still)
+
+    for error in outcomes(2, work):
+        assert isinstance(error, RankError)
+        assert dict(error.failures) == {0: "gone: store host"}
+
+
+def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
+    def work(ranks):
+        def stand_still():
+            if ranks.rank == 0:
+                ranks._heart._worst = 0.9 * QUICK.gone_s
+
+        begun = time.monotonic()
+        with ranks.call("load"):
+            ranks.agree("first", stand_still)
+            for _ in range(60):  # asked once, not in every step
+                ranks.agree("another", lambda: None)
+        return time.monotonic() - begun
+
+    for took in outcomes(3, work):
+        assert QUICK.beat_s < took < 60 * QUICK.beat_s
+
+
+def test_bytes_that_do_not_flow_after_a_rank_stood_still():
+    """The others went on without it, and say nothing of it any more."""
+
+    def work(ranks):
+        def move(bulk):
+            ranks._heart._worst = 0.9 * QUICK.gone_s
+            raise RuntimeError("Connection closed by peer")
+
+        with ranks.call("load"):
+            ranks.agree("first", lambda: None)
+            ranks.gather_scatter("deal", lambda: b"x" * 9000, lambda told: told)
+            if ranks.rank == 1:
+                ranks._move("deal", move)
+
+    error = outcomes(2, work)[1]
+    assert dict(error.failures).keys() == {1}
+    assert "without a sign of life" in str(error)
+
+
 def test_the_coordinator_may_commit_unless_it_was_given_up():
     def work(ranks):
         with ranks.call("save"):

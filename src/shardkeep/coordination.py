@@ -435,10 +435,29 @@ class Ranks:
                 "the others may have given it up: the checkpoint is whole if it exists"
             )
             failures = [Failure(0, "gone", text)]
+        if not failures and lapse > max(call.confirmed, _LAPSE * self.patience.gone_s):
+            call.confirmed = lapse
+            failures = self._confirm(watch)
         if failures:
             return _Verdict(failures)
         apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
         return _Verdict(connect=apart > 0, word=word)
+
+    def _confirm(self, watch: Watch) -> list[Failure]:
+        """After this rank stood still: who of the others has left since it posted its outcome.
+
+        Where the plane stood still too, they could not say so, and what they posted comes only now.
+        """
+        begun, before = time.monotonic(), None
+        while True:
+            failures = watch.look()
+            now = watch.counts()
+            if failures or (before is not None and all(now[rank] > before[rank] for rank in now)):
+                return failures
+            if before is None and time.monotonic() - begun >= self.patience.beat_s:
+                before = now  # a beat from here on is of a rank that is there
+            self._heart.advance()
+            time.sleep(min(self.patience.look_s, self.patience.beat_s))
 
     def _await_posted(self, keys: list[str], number: int) -> list[Failure]:
         """The texts of failures that were counted; a text may be visible after its count."""
@@ -495,7 +514,15 @@ class Ranks:
         except RankError as found:
             return found
         text = f"exchange of bytes failed in {phase!r} though every rank is alive: {error}"
-        call.failures = [Failure(self.rank, type(error).__qualname__, text)]
+        failure = Failure(self.rank, type(error).__qualname__, text)
+        lapse = self._heart.lapsed_s()
+        if lapse > _LAPSE * self.patience.gone_s:  # they have gone on to another call since
+            text = (
+                f"was without a sign of life for {lapse:.0f} s, so that the others may have given "
+                f"it up; the exchange of bytes failed in {phase!r}: {error}"
+            )
+            failure = Failure(self.rank, "gone", text)
+        call.failures = [failure]
         return merge_failures(call.failures)
 
     def _watch(self, call: _Call, step: int, phase: str) -> Watch:
@@ -591,6 +618,8 @@ class _Call:
         self.failures: list[Failure] = []
         """Why the call failed, once ranks agree on that."""
         self.claimed = False
+        self.confirmed = 0.0
+        """Seconds this rank stood still, after which the others were seen to be there."""
         """Whether the coordinator may commit, or has."""
         self.failed = 0
         """How many failed outcomes the coordinator has accounted for."""

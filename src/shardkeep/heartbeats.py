@@ -212,6 +212,10 @@ class Watch:
                 found.append(failure)
         return list({failure.rank: failure for failure in found}.values())
 
+    def counts(self) -> dict[int, int]:
+        """How many beats each rank had posted when it was last looked at."""
+        return {rank: seen.count for rank, seen in self._seen.items() if rank not in self.left}
+
     def _judge(
         self, rank: int, seen: _Seen, beat: Beat | None, passed: float, bulk: bool
     ) -> Failure | list[Failure] | None:
