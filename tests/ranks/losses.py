@@ -133,8 +133,6 @@ class Points:
         self.seen = []
         self.struck = None
         """How many points were passed by then."""
-        self.connecting = False
-        """Whether gloo waits for the addresses of all ranks."""
         self._lock = threading.Lock()
 
     def arm(self):
@@ -176,9 +174,9 @@ class Points:
 
 def group(points):
     """Ranks of the default group, which pass points."""
-    from shardkeep.adapters.torch_groups import TorchRanks
+    from shardkeep.adapters import torch_groups
 
-    class Passing(TorchRanks):
+    class Passing(torch_groups.TorchRanks):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
             post = self._line.add
@@ -200,12 +198,6 @@ def group(points):
 
             return super()._outcome(phase, passing_by, tell)
 
-        def _connect_gloo(self, name):
-            points.connecting = True
-            made = super()._connect_gloo(name)
-            points.connecting = False
-            return made
-
         def _move(self, phase, work):
             points.reach(f"move {phase}")
             return super()._move(phase, work)
@@ -225,6 +217,7 @@ def group(points):
     for _ in range(2):  # connecting may take long, as names are looked up; then all are connected
         ranks.agree("warm up", lambda: None)
     ranks._drop_bulk()
+    torch_groups.CONNECT_S = TIMEOUT_S  # from here on, also for threads of gloo that are given up
     return ranks
 
 
@@ -389,7 +382,7 @@ def trial(rank, case, root, notes, mark):
     let_go(report.error)
     note(notes, "done", rank)
     be_careless(case, report, notes)
-    report.left = left_over(before, spared(case, rank, points))
+    report.left = left_over(before, spared(case, rank, points.seen))
     note(notes, "gone", rank)
     if waker is not None:
         waker.join(HANG_S)
@@ -419,17 +412,14 @@ def let_go(error):
             todo += [error.__cause__, error.__context__]
 
 
-def spared(case, rank, points):
+def spared(case, rank, seen):
     """What may stay for a while, and is not waited for: torch's client of a store that does not
-    answer, and gloo's attempt to connect to a rank that has stopped, or died before it said where
-    it is. And where the store is, the connections of one that has stopped."""
-    connecting = {"shardkeep-helper", "socket", "native", "pipe", "anon_inode"}
-    if case.what == "kill" and points.connecting:
-        return connecting
+    answer, and gloo's attempt to connect to a rank that has stopped. And where the store is, the
+    connections of one that has stopped."""
     if case.what not in ("stop", "wake", "pause", "cut"):
         return set()
-    if not any(label.startswith("move") for label in points.seen):
-        return connecting
+    if not any(label.startswith("move") for label in seen):
+        return {"shardkeep-helper", "socket", "native", "pipe", "anon_inode"}
     if case.store == "rank 0" and (case.victim == 0 or case.hosts):
         return {"shardkeep-helper", "socket"}
     return {"socket"} if case.store == "rank 0" and rank == 0 else set()
