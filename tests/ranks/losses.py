@@ -412,16 +412,22 @@ def let_go(error):
             todo += [error.__cause__, error.__context__]
 
 
+_CLIENT = ("shardkeep-helper", "socket")
+
+
 def spared(case, rank, seen):
     """What may stay for a while, and is not waited for: torch's client of a store that does not
     answer, and gloo's attempt to connect to a rank that has stopped. And where the store is, the
     connections of one that has stopped."""
+    if case.what == "kill" and case.store == "rank 0" and case.victim == 0:
+        # torch's client goes on trying to connect to a store that has died.
+        return set() if any(label.startswith("move") for label in seen) else {*_CLIENT}
     if case.what not in ("stop", "wake", "pause", "cut"):
         return set()
     if not any(label.startswith("move") for label in seen):
         return {"shardkeep-helper", "socket", "native", "pipe", "anon_inode"}
     if case.store == "rank 0" and (case.victim == 0 or case.hosts):
-        return {"shardkeep-helper", "socket"}
+        return {*_CLIENT}
     return {"socket"} if case.store == "rank 0" and rank == 0 else set()
 
 
