@@ -133,6 +133,8 @@ class Points:
         self.seen = []
         self.struck = None
         """How many points were passed by then."""
+        self.connecting = False
+        """Whether gloo is about to connect to all ranks."""
         self._lock = threading.Lock()
 
     def arm(self):
@@ -197,6 +199,12 @@ def group(points):
                 return result
 
             return super()._outcome(phase, passing_by, tell)
+
+        def _connect_gloo(self, name):
+            points.connecting = True
+            made = super()._connect_gloo(name)
+            points.connecting = False
+            return made
 
         def _move(self, phase, work):
             points.reach(f"move {phase}")
@@ -382,7 +390,7 @@ def trial(rank, case, root, notes, mark):
     let_go(report.error)
     note(notes, "done", rank)
     be_careless(case, report, notes)
-    report.left = left_over(before, spared(case, rank, points.seen))
+    report.left = left_over(before, spared(case, rank, points))
     note(notes, "gone", rank)
     if waker is not None:
         waker.join(HANG_S)
@@ -412,22 +420,22 @@ def let_go(error):
             todo += [error.__cause__, error.__context__]
 
 
-_CLIENT = ("shardkeep-helper", "socket")
+_CLIENT = {"shardkeep-helper", "socket"}
+_CONNECTING = {*_CLIENT, "native", "pipe", "anon_inode"}
 
 
-def spared(case, rank, seen):
+def spared(case, rank, points):
     """What may stay for a while, and is not waited for: torch's client of a store that does not
-    answer, and gloo's attempt to connect to a rank that has stopped. And where the store is, the
-    connections of one that has stopped."""
-    if case.what == "kill" and case.store == "rank 0" and case.victim == 0:
-        # torch's client goes on trying to connect to a store that has died.
-        return set() if any(label.startswith("move") for label in seen) else {*_CLIENT}
+    answer, and gloo's attempt to connect to a rank that has stopped, or died meanwhile. And where
+    the store is, the connections of one that has stopped."""
+    if case.what == "kill":
+        return _CONNECTING if points.connecting else set()
     if case.what not in ("stop", "wake", "pause", "cut"):
         return set()
-    if not any(label.startswith("move") for label in seen):
-        return {"shardkeep-helper", "socket", "native", "pipe", "anon_inode"}
+    if not any(label.startswith("move") for label in points.seen):
+        return _CONNECTING
     if case.store == "rank 0" and (case.victim == 0 or case.hosts):
-        return {*_CLIENT}
+        return _CLIENT
     return {"socket"} if case.store == "rank 0" and rank == 0 else set()
 
 
