@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 import zlib
@@ -44,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if executions is None and options.seconds is None:
         executions = 100_000
     plan = Plan(options.seed, options.workers, executions, options.seconds)
+    for number in (signal.SIGINT, signal.SIGTERM):  # what was done so far is told
+        signal.signal(number, signal.default_int_handler)
     begun = time.monotonic()
     last = [begun]
     told: set[tuple[str, str]] = set()

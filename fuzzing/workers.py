@@ -150,6 +150,7 @@ class _Worker:
             try:
                 os.close(reading)
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the one who listens
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
                 folder = scratch / f"{part.number}-{part.life}"
                 _work(part, make, folder, Connection(writing, readable=False), self._note)

@@ -150,6 +150,10 @@ def test_processes_count_and_tell(tmp_path):
         "found = fuzz(lambda s: [dies], Plan(1, 1, 600))\n"
         "(one,) = found['dies'].findings\n"
         "print(one.kind, len(one.data) > 5, found['dies'].executions)\n"
+        "def interrupt(tallies):\n"
+        "    if tallies: raise KeyboardInterrupt\n"
+        "found = fuzz(make, Plan(1, 1, seconds=90), interrupt)\n"
+        "print(found['odd'].executions > 0)\n"
     )
     root = Path(__file__).parents[1]
     done = subprocess.run(
@@ -161,7 +165,9 @@ def test_processes_count_and_tell(tmp_path):
         check=True,
         timeout=120,
     )
-    assert done.stdout.split() == ["3000", "1000", "True", "crash", "True", "600"], done.stderr
+    assert done.stdout.split() == ["3000", "1000", "True", "crash", "True", "600", "True"], (
+        done.stderr
+    )
 
 
 def test_the_command(tmp_path):
