@@ -255,6 +255,31 @@ def test_a_coordinator_that_stood_still_asks_who_is_there():
         assert dict(error.failures) == {0: "gone: store host"}
 
 
+def test_a_coordinator_that_stood_still_hears_of_nobody_who_is_in_another_call():
+    """It could not say why it left: what it says now is of what it does now."""
+
+    def work(ranks):
+        def stand_still():
+            if ranks.rank == 0:
+                ranks._heart._worst = 0.9 * QUICK.gone_s
+
+        def lose(key, timeout_s):
+            raise RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
+
+        with ranks.call("load"):
+            ranks.agree("first", lambda: None)
+            if ranks.rank == 1:
+                ranks._control.get = lose
+                stop = ranks._heart.stop
+                ranks._heart.stop = lambda left: stop([])
+            ranks.agree("last", stand_still)
+
+    first, second = outcomes(2, work)
+    assert isinstance(second, RankError)
+    assert isinstance(first, RankError)
+    assert "ended the call" in first.failures[1]
+
+
 def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
     def work(ranks):
         def stand_still():

@@ -414,10 +414,7 @@ class Ranks:
             if counted % FAILED >= enough:
                 break
             self._heart.advance()
-            failures = watch.look() or [
-                Failure(rank, "gone", f"ended the call while the others were in {phase!r}")
-                for rank in watch.left
-            ]
+            failures = watch.look() or _ended(watch, phase)
             if failures:
                 break
         failed = counted // FAILED - call.failed
@@ -437,20 +434,20 @@ class Ranks:
             failures = [Failure(0, "gone", text)]
         if not failures and lapse > max(call.confirmed, _LAPSE * self.patience.gone_s):
             call.confirmed = lapse
-            failures = self._confirm(watch)
+            failures = self._confirm(watch, phase)
         if failures:
             return _Verdict(failures)
         apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
         return _Verdict(connect=apart > 0, word=word)
 
-    def _confirm(self, watch: Watch) -> list[Failure]:
+    def _confirm(self, watch: Watch, phase: str) -> list[Failure]:
         """After this rank stood still: who of the others has left since it posted its outcome.
 
         Where the plane stood still too, they could not say so, and what they posted comes only now.
         """
         begun, before = time.monotonic(), None
         while True:
-            failures = watch.look()
+            failures = watch.look() or _ended(watch, phase)
             now = watch.counts()
             if failures or (before is not None and all(now[rank] > before[rank] for rank in now)):
                 return failures
@@ -605,6 +602,12 @@ def _same_for_all(parts: Sequence[bytes]) -> bytes | None:
     return parts[0] if all(part is parts[0] for part in parts) else None
 
 
+def _ended(watch: Watch, phase: str) -> list[Failure]:
+    """Ranks that are not in the call any more, be it that they are in another one."""
+    text = f"ended the call while the others were in {phase!r}"
+    return [Failure(rank, "gone", text) for rank in watch.left]
+
+
 class _Call:
     """One collective call, as far as it has come."""
 
@@ -618,9 +621,9 @@ class _Call:
         self.failures: list[Failure] = []
         """Why the call failed, once ranks agree on that."""
         self.claimed = False
+        """Whether the coordinator may commit, or has."""
         self.confirmed = 0.0
         """Seconds this rank stood still, after which the others were seen to be there."""
-        """Whether the coordinator may commit, or has."""
         self.failed = 0
         """How many failed outcomes the coordinator has accounted for."""
 

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import time
 
 import ml_dtypes
 import numpy as np
@@ -292,6 +293,11 @@ def test_metadata_that_nests_too_deep_is_refused(tmp_path, kind):
     path.write_text(text + ', "x": "' + "[{" * 100 + '\\""}')  # in a text there is nothing deep
     with contextlib.suppress(CorruptionError):
         orbax.find(root)
+    path.write_text("[" * 65 + '"' + '\\"' * 100_000)  # a text without an end takes no time
+    begun = time.process_time()
+    with pytest.raises(FormatError, match="nests"):
+        orbax.find(root)
+    assert time.process_time() - begun < 1
     path.write_text(text + " " * (1 << 20) + "}")
     with pytest.raises(FormatError, match="more metadata"):
         orbax.find(root)

@@ -38,7 +38,8 @@ _SMALL_CHUNK = 16 << 20
 _MAX_METADATA = 1 << 20
 """Bytes of the metadata of one array."""
 _MAX_DEPTH = 64
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.?)*+"?|[][{}]', re.DOTALL)
+"""A text, be it cut off, or a bracket; never goes back, so that no text takes long."""
 _CACHED = 4
 """Chunks that are kept decoded: what is read piece by piece is not decoded for each piece."""
 _SMALL_CACHE = 64 << 20
@@ -227,7 +228,7 @@ def _check_metadata(data: bytes, what: str) -> None:
     if data.count(b"{") + data.count(b"[") <= _MAX_DEPTH:
         return
     depth = 0
-    for bracket in re.findall(rb"[][{}]", _STRING.sub(b"", data)):
-        depth += 1 if bracket in b"[{" else -1
+    for token in _TOKEN.finditer(data):
+        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(token[0], 0)
         if depth > _MAX_DEPTH:
             raise FormatError(f"{what} has metadata that nests more than {_MAX_DEPTH} deep")
