@@ -163,7 +163,7 @@ def test_nothing_is_written_after_a_load_has_failed(tmp_path, monkeypatch):
                 raise MemoryError("no room for a thread")  # a plain refusal is no failure
         real(self)
 
-    monkeypatch.setattr("shardkeep.formats.native.reader.io_threads", lambda *_: 2)
+    monkeypatch.setattr("shardkeep.engine.region_reader.io_threads", lambda *_: 2)
     monkeypatch.setattr(threading.Thread, "start", start)
     target = np.zeros(20_000_000)
     before = descriptors() if os.path.exists("/proc/self/fd") else 0
