@@ -538,16 +538,21 @@ def test_death_before_anything_is_written(tmp_path, keeper, told):
     assert len(left_in(tmp_path)) == 2
 
 
+def begin_with_one_stopped(kept, rank, states, path):
+    """A second save of two ranks, the second of which has a process that stands still."""
+    kept.async_save({f"r{rank}": states[rank]}, path).result()
+    if rank == 1:
+        os.kill(pid_of(kept), signal.SIGSTOP)
+    return kept.async_save({f"r{rank}": states[2 + rank]}, path, overwrite=True)
+
+
 def test_death_of_one_ranks_process_fails_the_save_on_all(tmp_path, told):
     states = [some_state(seed=seed)["w0"] for seed in range(4)]
 
     def save(coordinator):
         rank = coordinator.rank
         with shardkeep.Checkpointer(process_group=coordinator, writer="process") as kept:
-            kept.async_save({f"r{rank}": states[rank]}, tmp_path).result()
-            if rank == 1:
-                os.kill(pid_of(kept), signal.SIGSTOP)
-            handle = kept.async_save({f"r{rank}": states[2 + rank]}, tmp_path, overwrite=True)
+            handle = begin_with_one_stopped(kept, rank, states, tmp_path)
             if rank == 1:
                 for _ in range(4):  # two of each save
                     told.get(timeout=30)
@@ -607,10 +612,7 @@ def test_one_ranks_process_that_is_stopped_fails_the_save_on_all(tmp_path):
     def save(coordinator):
         rank = coordinator.rank
         with shardkeep.Checkpointer(process_group=coordinator, writer="process") as kept:
-            kept.async_save({f"r{rank}": states[rank]}, tmp_path).result()
-            if rank == 1:
-                os.kill(pid_of(kept), signal.SIGSTOP)
-            handle = kept.async_save({f"r{rank}": states[2 + rank]}, tmp_path, overwrite=True)
+            handle = begin_with_one_stopped(kept, rank, states, tmp_path)
             return (handle.exception(30),)
 
     ranks = ThreadRanks(2, patience=Patience(beat_s=0.5, gone_s=2.0))

@@ -96,14 +96,7 @@ class RegionReader(ColumnReader):
         self, plan: LoadPlan, planner: LoadPlanner, coordinator: Coordinator, read_once: ReadOnce
     ) -> None:
         """Read what several ranks want once for all of them; `read_data` then reads the rest."""
-        planned: list[Planned] = []
-
-        def begin() -> Reading:
-            planned.append(self._plan(plan, planner))
-            return planned[0].reading
-
-        read_shared(begin, coordinator, read_once, self.budget, str(self.root))
-        self._begun = planned[0]
+        self._begun = self.share(lambda: self._plan(plan, planner), coordinator, read_once)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> int:
         """Read the tensors of the plan, but for what `share_reads` has brought."""
@@ -121,6 +114,19 @@ class RegionReader(ColumnReader):
         )
 
     # --- reading
+
+    def share(
+        self, plan: Callable[[], Planned], coordinator: Coordinator, read_once: ReadOnce
+    ) -> Planned:
+        """What is planned, without what one rank has read for several; on all of them."""
+        planned: list[Planned] = []
+
+        def begin() -> Reading:
+            planned.append(plan())
+            return planned[0].reading
+
+        read_shared(begin, coordinator, read_once, self.budget, str(self.root))
+        return planned[0]
 
     def read_tensors(self, items: ReadItems, sinks: Sinks) -> int:
         """Read every region of the plan into its sink; returns the bytes delivered."""

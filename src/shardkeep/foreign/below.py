@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardkeep.errors import CorruptionError
 from shardkeep.foreign.regular_files import opened
 
-__all__ = ["file_below", "read_exactly", "regular_size"]
+__all__ = ["file_below", "read_each", "read_exactly", "regular_size"]
 
 
 def file_below(root: Path, name: str) -> Path:
@@ -25,13 +26,20 @@ def regular_size(path: Path) -> int:
 
 def read_exactly(path: Path, start: int, nbytes: int) -> bytes:
     """Bytes of a file; a file that is cut is a `CorruptionError`, before anything is allocated."""
+    return read_each(path, [start], nbytes)
+
+
+def read_each(path: Path, starts: Sequence[int], nbytes: int) -> bytes:
+    """So many bytes from each of these places, one after the other; the file is opened once."""
+    parts = []
     with opened(path) as file:
-        if start < 0 or nbytes < 0 or start + nbytes > file.size:
-            raise CorruptionError(
-                f"{path} has {file.size} bytes, and something of {nbytes} bytes is said to begin "
-                f"at byte {start}: the file is cut, or its metadata is damaged"
-            )
-        data = file.read(start, nbytes)
-    if len(data) != nbytes:
-        raise CorruptionError(f"{path} became shorter while it was read")
-    return data
+        for start in starts:
+            if start < 0 or nbytes < 0 or start + nbytes > file.size:
+                raise CorruptionError(
+                    f"{path} has {file.size} bytes, and something of {nbytes} bytes is said to "
+                    f"begin at byte {start}: the file is cut, or its metadata is damaged"
+                )
+            parts.append(file.read(start, nbytes))
+            if len(parts[-1]) != nbytes:
+                raise CorruptionError(f"{path} became shorter while it was read")
+    return b"".join(parts)

@@ -197,11 +197,7 @@ class ForeignReader(RegionReader):
         return sorted({*np.unique(chunks.file).tolist(), *odd} - {ODD})
 
     def plan_tensors(
-        self,
-        items: ReadItems,
-        sinks: Sinks,
-        places: HostPlaces | None = None,
-        staging: Staging | None = None,
+        self, items: ReadItems, sinks: Sinks, places: HostPlaces | None, staging: Staging | None
     ) -> Planned:
         """What goes through the engine, and then what is read piece by piece."""
         regions = regions_of(items)
@@ -253,7 +249,7 @@ class ForeignReader(RegionReader):
                         "it was cut"
                     )
 
-    def _piece(self, regions: Regions, row: int, sinks: Callable[[int], Sink]) -> Piece:
+    def _piece(self, regions: Regions, row: int, sinks: Sinks) -> Piece:
         part = slice(int(regions.stored.start[row]), int(regions.stored.start[row + 1]))
         dtype = regions.dtype[int(regions.kind[row])]
         stored = tuple(regions.stored.sizes[part].tolist())

@@ -15,7 +15,7 @@ from shardkeep.boxes import strides as row_major
 from shardkeep.dtypes import TABLE
 from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign import pickles
-from shardkeep.foreign.below import file_below, read_exactly, regular_size
+from shardkeep.foreign.below import file_below, read_each, read_exactly, regular_size
 from shardkeep.foreign.found import Part, Raw, StoredTensor
 from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.torch_objects import Finishing, elements_at
@@ -151,8 +151,8 @@ def _look(root: Path, part: Part, nbytes: int) -> bytes:
     if nbytes <= _WHOLE:
         return read_exactly(path, place.start, nbytes)
     last = nbytes - _SAMPLE
-    spots = [last * at // (_SAMPLES - 1) for at in range(_SAMPLES)]
-    return b"".join(read_exactly(path, place.start + spot, _SAMPLE) for spot in spots)
+    starts = [place.start + last * at // (_SAMPLES - 1) for at in range(_SAMPLES)]
+    return read_each(path, starts, _SAMPLE)
 
 
 def _strides(part: Part) -> tuple[int, ...]:
@@ -175,8 +175,7 @@ def _look_at_elements(root: Path, part: Part, dtype: str, in_full: bool) -> byte
     steps = sum(
         at * step for at, step in zip(np.unravel_index(spots, part.sizes), strides, strict=True)
     )
-    starts = (place.start + np.asarray(steps) * item).tolist()
-    return b"".join(read_exactly(path, start, item) for start in starts)
+    return read_each(path, (place.start + np.asarray(steps) * item).tolist(), item)
 
 
 def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:

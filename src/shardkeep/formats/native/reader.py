@@ -17,7 +17,6 @@ from shardkeep.columns import Column, Ints
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import OpenFiles
 from shardkeep.engine.digests import algorithm
-from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import Reading, wanted_runs
 from shardkeep.engine.region_reader import Planned, RegionReader, Sinks
 from shardkeep.engine.regions import Regions, regions_of
@@ -264,11 +263,7 @@ class NativeReader(RegionReader):
     # --- data
 
     def plan_tensors(
-        self,
-        items: ReadItems,
-        sinks: Sinks,
-        places: HostPlaces | None = None,
-        staging: Staging | None = None,
+        self, items: ReadItems, sinks: Sinks, places: HostPlaces | None, staging: Staging | None
     ) -> Planned:
         """All go through the engine."""
         names = items.wanted_names.__getitem__
@@ -290,20 +285,17 @@ class NativeReader(RegionReader):
         With a coordinator, on all its ranks: what several want is read by one, as in `share_reads`.
         Without one, `passing` may bring what others have read.
         """
-        if coordinator is None:
-            planned = self.plan_tensors(items, sinks, places, staging)
+
+        def plan() -> Planned:
+            return self.plan_tensors(items, sinks, places, staging)
+
+        if coordinator is not None:
+            planned = self.share(plan, coordinator, read_once)
+        else:
+            planned = plan()
             if passing is not None:
                 with storage_errors(f"reading {self.root}"):
                     passing(planned.reading)
-        else:
-            reading = read_shared(
-                lambda: self.plan_tensors(items, sinks, places, staging).reading,
-                coordinator,
-                read_once,
-                self.budget,
-                str(self.root),
-            )
-            planned = Planned(reading, sinks)
         self.run(planned)
         return items.nbytes
 

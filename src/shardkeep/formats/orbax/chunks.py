@@ -83,11 +83,15 @@ class Arrays:
         self._open: dict[str, Any] = {}
         _check_files(root)
 
-    def _spec(self, name: str) -> dict[str, Any]:
+    @property
+    def _packed(self) -> dict[str, Any]:
+        """All arrays in one store."""
         # A directory as a URL would need its name escaped; as a path it does not.
-        base = {"driver": "file", "path": f"{self._root}{os.sep}"}
+        return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._root}{os.sep}"}}
+
+    def _spec(self, name: str) -> dict[str, Any]:
         if self._tree.use_ocdbt:
-            kvstore: dict[str, Any] = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+            kvstore = {**self._packed, "path": f"{name}/"}
         else:
             if ".." in name.split("/") or name.startswith("/") or "\0" in name or "\\" in name:
                 raise UnsafeCheckpointError(f"{self._root}: an array is called {name!r}")
@@ -123,9 +127,7 @@ class Arrays:
             return
         read = {}
         with _told(str(self._root)):
-            packed = self._ts.KvStore.open(
-                {"driver": "ocdbt", "base": {"driver": "file", "path": f"{self._root}{os.sep}"}}
-            ).result()
+            packed = self._ts.KvStore.open(self._packed).result()
             for name in names:
                 read[name] = packed.read(f"{name}/{file}")
         for name, future in read.items():
