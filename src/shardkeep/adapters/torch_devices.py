@@ -41,7 +41,7 @@ __all__ = [
     "follow_current",
 ]
 
-MOST_KEPT = 256 << 20
+MOST_KEPT = 384 << 20
 """Bytes of registered memory that wait for the next save or load: registering is slow."""
 
 _of_thread = threading.local()

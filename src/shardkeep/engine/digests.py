@@ -39,6 +39,15 @@ class Algorithm:
     stream: Callable[[], Any]
     """An object with `update` and `digest`."""
 
+    def digests(self, data: bytes | memoryview, size: int) -> bytes:
+        """Those of all pieces of so many bytes, one after the other; the last may be short.
+
+        Cut first and digested then, with nothing in between: whoever else waits for the
+        interpreter finds it free the sooner, the less is done while it is held.
+        """
+        pieces = [data[at : at + size] for at in range(0, len(data), size)]
+        return b"".join(map(self.digest, pieces))
+
 
 def _blake3() -> Algorithm:
     try:
@@ -107,9 +116,7 @@ class DigestLayout:
     def seal(self, level1: bytes, algorithm: Algorithm) -> tuple[bytes, bytes]:
         """The digest entry, and the root over what follows level 1."""
         page = PAGE_DIGESTS * self.size
-        level2 = b"".join(
-            algorithm.digest(level1[at : at + page]) for at in range(0, len(level1), page)
-        )
+        level2 = algorithm.digests(level1, page)
         tail = level2.ljust(self.file_size - self.tail_start, b"\0")
         return level1 + tail, algorithm.digest(tail)
 
@@ -180,11 +187,8 @@ class ContentDigests:
         if high < end:
             self._share(chunk, last, high, data[high - start :], length)
         if first < last:
-            # In one go: other threads want the interpreter between two digests.
-            digest, size = self.algorithm.digest, CONTENT_PIECE
             whole = data[low - start : high - start]
-            found = [digest(whole[at : at + size]) for at in range(0, len(whole), size)]
-            self._finish_pieces(chunk, first, found)
+            self._finish_pieces(chunk, first, self.algorithm.digests(whole, CONTENT_PIECE))
         if start < low:
             self._share(chunk, first - 1, start, data[: low - start], length)
 
@@ -213,9 +217,9 @@ class ContentDigests:
                 elif following is None:
                     shared.busy = False
         if complete:
-            self._finish_pieces(chunk, piece, [shared.state.digest()])
+            self._finish_pieces(chunk, piece, shared.state.digest())
 
-    def _finish_pieces(self, chunk: int, first: int, found: list[bytes]) -> None:
+    def _finish_pieces(self, chunk: int, first: int, found: bytes) -> None:
         """Digests of whole pieces, from this one on."""
         size = self.algorithm.size
         with self._lock:
@@ -223,8 +227,8 @@ class ContentDigests:
             if pieces is None:
                 count = -(-int(self._lengths[chunk]) // CONTENT_PIECE)
                 pieces = self._chunks[chunk] = _Pieces(bytearray(count * size), count)
-            pieces.digests[first * size : (first + len(found)) * size] = b"".join(found)
-            pieces.missing -= len(found)
+            pieces.digests[first * size : first * size + len(found)] = found
+            pieces.missing -= len(found) // size
             if pieces.missing:
                 return
             del self._chunks[chunk]

@@ -35,15 +35,18 @@ PIECE = 512 << 10
 LARGE_PIECE = 2 << 20
 """Bytes read at once into a buffer, from which they are copied on: fewer calls, more threads."""
 
-COLD_UNIT = 4 << 20
-"""Most bytes of a read around the page cache: few enough to be in a cache when they are copied."""
+COLD_UNIT = 8 << 20
+"""Most bytes of a read around the page cache: disks that are shared answer late, or so many reads a
+second only."""
 WARM_UNIT = 16 << 20
-"""Most bytes of a unit that is read piece by piece, or that a device takes."""
+"""Most bytes of a unit that is read piece by piece."""
+STAGED_UNIT = 32 << 20
+"""Most bytes of one that a device takes: each costs some calls, and nothing is in a cache."""
 
 PAGE = 4096
 """Where memory must begin that is read to around the page cache."""
 
-FETCHERS = 3
+FETCHERS = 4
 """Reads that wait for the disk at the same time, at least."""
 
 SAMPLES = 4
@@ -128,7 +131,8 @@ class Reading:
             fetchers, workers = 1, 0
         # One buffer for each thread, and where units are handed on, one waits for each fetcher.
         buffers = workers + 2 * fetchers if workers else fetchers
-        self.pool = self.make_pool(buffers, COLD_UNIT if cold else WARM_UNIT)
+        warm = STAGED_UNIT if self.staging else WARM_UNIT
+        self.pool = self.make_pool(buffers, COLD_UNIT if cold else warm)
         self.units = self.members(self.runs.cut(self.pool.unit // self.block))
         fetchers, workers = (min(count, self.pool.threads) for count in (fetchers, workers))
         try:

@@ -63,14 +63,9 @@ class VerifiedFile(BlockFile):
     def check_blocks(self, first: int, data: Bytes) -> None:
         """Compare whole blocks, the first of which has this number, with their digests."""
         wanted = self._digests(first, -(-len(data) // self.layout.block))
-        self._compare(first, self._digest(data.data), wanted)
+        self._compare(first, self.algorithm.digests(data.data, self.layout.block), wanted)
 
-    def _digest(self, view: memoryview) -> list[bytes]:
-        digest, block = self.algorithm.digest, self.layout.block
-        return [digest(view[at : at + block]) for at in range(0, len(view), block)]
-
-    def _compare(self, first: int, digests: list[bytes], wanted: bytes) -> None:
-        found = b"".join(digests)
+    def _compare(self, first: int, found: bytes, wanted: bytes) -> None:
         if found != wanted:
             at = next(at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
             raise DamagedBlock(self.name, first + at // self.layout.size, self.layout.block)
@@ -84,7 +79,7 @@ class VerifiedFile(BlockFile):
         block, read, view = self.layout.block, self.file.read_into, out.data
         low, count = first * block, len(view)
         wanted = self._digests(first, -(-count // block)) if self.check else b""
-        digests: list[bytes] = []
+        found: list[bytes] = []
         reading = digesting = 0.0
         end = perf_counter()
         for at in range(0, count, piece):
@@ -93,12 +88,12 @@ class VerifiedFile(BlockFile):
                 self._refuse_short(low + at + len(part))
             end = there = perf_counter()
             if wanted:
-                digests += self._digest(part)
+                found.append(self.algorithm.digests(part, block))
                 end = perf_counter()
             reading += there - begun
             digesting += end - there
         if wanted:
-            self._compare(first, digests, wanted)
+            self._compare(first, b"".join(found), wanted)
         return -(-count // piece), reading, digesting
 
     def read_blocks(self, first: int, stop: int, out: Bytes) -> Bytes:

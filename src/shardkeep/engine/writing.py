@@ -325,11 +325,10 @@ class _FileWriter:
         return first, last
 
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
-        digest, block, size = self._algorithm.digest, self._layout.block, self._algorithm.size
-        view = data.data
+        block = self._layout.block
         with self._pool.digesting:
-            found = b"".join([digest(view[at : at + block]) for at in range(0, len(view), block)])
-        place = low // block * size
+            found = self._algorithm.digests(data.data, block)
+        place = low // block * self._algorithm.size
         self._level1[place : place + len(found)] = found
         self._digest_content(low, rows, data)
 
