@@ -17,6 +17,8 @@ from shardkeep.engine.reading import Reading
 from shardkeep.engine.shares import Share, encode_wants, plan_shares
 from shardkeep.engine.units import Runs
 from shardkeep.engine.windows import Address, Window
+from shardkeep.memory import address_of
+from shardkeep.stores.reading import ReadFile
 
 BLOCK = 128 << 10
 
@@ -102,6 +104,34 @@ def test_bytes_are_read_once(tmp_path, arrays, saved, wanted):
         apart = load(tmp_path, arrays, 4, wanted, read_once=False)
         assert total(apart, "bytes_read") > 3.9 * nbytes(arrays)
         assert total(apart, "bytes_received") == 0
+
+
+@pytest.mark.parametrize("read_some", [True, False], ids=["direct", "refused"])
+def test_no_disk_reads_into_memory_that_ranks_share(tmp_path, arrays, monkeypatch, read_some):
+    """It has small pages; and what is read again through the page cache is right all the same."""
+    monkeypatch.setattr(ReadFile, "is_cold", lambda self, offset, nbytes: True)
+    if not read_some:
+        monkeypatch.setattr(ReadFile, "_direct_fd", lambda self: -1)
+    windows, disk = [], []
+    make, read = module.make_window, ReadFile.read_direct
+
+    def seen(self, out, offset, nbytes):
+        low = address_of(np.asarray(out))
+        disk.append((low, low + len(out)))
+        return read(self, out, offset, nbytes)
+
+    def noted(budget):
+        windows.append(make(budget))
+        return windows[-1]
+
+    monkeypatch.setattr(module, "make_window", noted)
+    monkeypatch.setattr(ReadFile, "read_direct", seen)
+    save(tmp_path, arrays, 4, 0)
+    once = load(tmp_path, arrays, 4, 1, read_once=True)
+    assert total(once, "bytes_received") > 0
+    rings = [(low := address_of(window.ring), low + len(window.ring)) for window in windows]
+    assert disk
+    assert not [one for one in disk for low, high in rings if one[0] < high and one[1] > low]
 
 
 def test_many_small_tensors_are_read_once(tmp_path):
@@ -322,8 +352,8 @@ def test_what_changes_on_the_way_is_read_again(tmp_path, arrays, monkeypatch, ca
     save(tmp_path, arrays, 1, None)
     real = Reading.bring
 
-    def bent(self, runs, number, out):
-        real(self, runs, number, out)
+    def bent(self, runs, number, out, *by_way_of):
+        real(self, runs, number, out, *by_way_of)
         if self.rank == 1:
             out[1000] ^= 4
 

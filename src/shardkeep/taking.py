@@ -19,7 +19,7 @@ __all__ = ["SnapshotKind", "Steps", "plan_steps"]
 
 SnapshotKind: TypeAlias = Literal["eager", "lazy"]
 
-WITH_THE_DISK = 0.4
+WITH_THE_DISK = 0.5
 """Of what all cores copy: while the disk is at work the caller waits longer, and while it is
 not the save takes longer."""
 

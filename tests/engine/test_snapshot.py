@@ -146,7 +146,7 @@ def snapshot_of(units, *, needs_all_cores):
 
 def test_cores_that_all_copy_are_left_alone_by_the_disk_at_first():
     taken, steps = snapshot_of(10, needs_all_cores=True)
-    assert steps.left_when_writing == 4
+    assert steps.left_when_writing == 5
     begun = threading.Event()
 
     def write():
@@ -156,12 +156,12 @@ def test_cores_that_all_copy_are_left_alone_by_the_disk_at_first():
     thread = threading.Thread(target=write)
     thread.start()
     (copying, _) = steps.now
-    taken.copy(replace(copying, units=copying.units[:5]))
+    taken.copy(replace(copying, units=copying.units[:4]))
     assert not begun.wait(0.1)
-    taken.copy(replace(copying, units=copying.units[5:6]))
+    taken.copy(replace(copying, units=copying.units[4:5]))
     assert begun.wait(10)
     thread.join()
-    taken.copy(replace(copying, units=copying.units[6:]))
+    taken.copy(replace(copying, units=copying.units[5:]))
     assert taken.is_settled()
     np.testing.assert_array_equal(taken.memory[:160], np.repeat(np.arange(10), 16))
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardkeep.arrays import Bytes
+from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Behind, run_in_order
 from shardkeep.engine.reading import Reading
 from shardkeep.engine.shares import Share
@@ -92,6 +93,7 @@ class _Passing:
         self.units = reading.members(share.runs)
         self.taken = np.zeros(len(share.runs), np.bool_)
         self.lock = threading.Lock()
+        self.of_thread = threading.local()
         self.stopped = False
         self.own = np.flatnonzero(share.owner == share.member)
         self.lookers = int(np.bitwise_or.reduce(share.holders[self.own], initial=0))
@@ -162,7 +164,7 @@ class _Passing:
         if self.stopped:
             return
         for row in rows:
-            self.reading.bring(share.runs, row, self._place(self.window, row))
+            self.reading.bring(share.runs, row, self._place(self.window, row), self._large_pages())
         with self.lock:
             self.ready[begin] = end
             filled = int(self.window.counters[FILLED])
@@ -170,6 +172,15 @@ class _Passing:
                 filled = self.ready.pop(filled)
             fence()
             self.window.counters[FILLED] = filled
+
+    def _large_pages(self) -> Bytes:
+        """Of this thread: memory that ranks share has small pages, of which a disk may take only a
+        few at a time."""
+        pages: Bytes | None = getattr(self.of_thread, "pages", None)
+        if pages is None:
+            most = int(self.share.runs.blocks[self.own].max())
+            pages = self.of_thread.pages = page_aligned(most * self.reading.block)
+        return pages
 
     def _await_need_of(self, number: int) -> bool:
         """Wait until nobody needs any of our blocks before this one, which is not there yet."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from time import perf_counter
 
+import numpy as np
+
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.blocks import BlockFile
@@ -173,15 +175,20 @@ class Reading:
         run_in_order(range(len(runs)), read, self.threads * 2)
         return data
 
-    def bring(self, runs: Runs, number: int, out: Bytes) -> None:
-        """One run as it lies in the file, unchecked, into memory that begins on a page."""
+    def bring(self, runs: Runs, number: int, out: Bytes, by_way_of: Bytes | None = None) -> None:
+        """One run as it lies in the file, unchecked, into memory that begins on a page.
+
+        What comes from a disk goes by way of other memory, if there is any, and is copied from it.
+        """
         with self.files(int(runs.file[number])) as file:
             low = int(runs.first[number]) * self.block
             data = out[: file.payload - low]
             begun = perf_counter()
             direct = 0
             if file.file.is_cold(low, len(data)):
-                direct = file.read_cold(out, low, len(data))
+                direct = file.read_cold(out if by_way_of is None else by_way_of, low, len(data))
+                if by_way_of is not None:
+                    np.copyto(data, by_way_of[: len(data)])
             else:
                 file.read_at(data, low)
             spent = perf_counter() - begun

@@ -25,7 +25,7 @@ __all__ = ["NEIGHBOURS", "WINDOW", "Share", "encode_wants", "plan_shares"]
 
 NEIGHBOURS = 16
 """Ranks that share with each other."""
-LARGEST = 2 << 20
+LARGEST = 4 << 20
 """Most bytes that are read and passed on as one."""
 WINDOW = 16 << 20
 """Most bytes that a rank has under way in its window: few enough to stay in a cache."""
