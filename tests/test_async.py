@@ -289,7 +289,7 @@ def test_a_state_that_no_plan_fits_is_refused_and_leaves_nothing(tmp_path, keepe
 
 
 def test_an_error_before_the_first_byte_leaves_nothing(tmp_path, keeper, monkeypatch):
-    def fail(*args, **options):
+    def fail(*args):
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:

@@ -182,13 +182,7 @@ class Background:
             with saving.aborting():
                 staging = saving.planner.staging
                 unit = HOST_UNIT if staging is None else DEVICE_UNIT
-                taken = Snapshot(
-                    held,
-                    self.arena,
-                    unit,
-                    _threads(saving.writer),
-                    needs_all_cores=usable_cores(saving.writer.ranks_on_host) <= MOST_COPYING,
-                )
+                taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
                 steps = plan_steps(taken, staging, kind, saving.planner)
                 run = Run(saving, plan, taken, steps, staging, self._compare, begun)
             self._last, self._run = run.handle, run

@@ -13,7 +13,7 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
 
 from shardkeep.arrays import Staging
-from shardkeep.engine.snapshot import Snapshot, StagedPlanner
+from shardkeep.engine.snapshot import Copying, Snapshot, StagedPlanner
 from shardkeep.errors import PlanError
 from shardkeep.handles import SaveHandle
 from shardkeep.holding import StalePlan
@@ -53,9 +53,12 @@ class Run:
         self._stager: threading.Thread | None = None
         self._arrived: Future[None] = Future()
         """Done once everything is in the arena, as it was."""
+        self._may_write = threading.Event()
         self._claim = threading.Lock()
         """Taken, for good, by the thread that ends the save."""
-        self._left_when_writing = steps.left_when_writing
+        self._before_writing = steps.before_writing
+        if not self._before_writing:
+            self._may_write.set()
 
     def begin(self, inside: contextlib.ExitStack) -> None:
         """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
@@ -102,7 +105,7 @@ class Run:
         steps = self._steps
         with self._settled():
             for copying in steps.now:
-                self._taken.copy(copying)
+                self._copy(copying)
         self._stall_s = time.perf_counter() - self._begun
         if not steps.needs_state:
             self._saving.release_state()
@@ -114,6 +117,12 @@ class Run:
             self._complete()
         if not steps.needs_state:
             self._tell_staged()
+
+    def _copy(self, copying: Copying) -> None:
+        self._taken.copy(copying)
+        self._before_writing -= 1
+        if not self._before_writing:
+            self._may_write.set()
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
@@ -135,6 +144,7 @@ class Run:
         self._steps = Steps()
         self._taken.complete()
         self._arrived.set_result(None)
+        self._may_write.set()
 
     def _fail(self, error: BaseException) -> None:
         if isinstance(error, StalePlan):
@@ -148,6 +158,7 @@ class Run:
         for future in (self._arrived, self.handle.staged):
             with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
                 future.set_exception(error)
+        self._may_write.set()
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -164,7 +175,7 @@ class Run:
             with self._settled():
                 self._steps.follow()
                 for copying in self._steps.later:
-                    self._taken.copy(copying)
+                    self._copy(copying)
                 self._taken.wait()
             changed = self._steps.changed()
             if changed:
@@ -190,8 +201,7 @@ class Run:
             return  # the caller was interrupted before this began
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
-        if self._left_when_writing is not None:
-            self._taken.wait_until_left(self._left_when_writing)
+        self._may_write.wait()
         try:
             with inside:
                 planner = StagedPlanner(self._taken, saving.planner.features)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -19,10 +18,6 @@ __all__ = ["SnapshotKind", "Steps", "plan_steps"]
 
 SnapshotKind: TypeAlias = Literal["eager", "lazy"]
 
-WITH_THE_DISK = 0.5
-"""Of what all cores copy: while the disk is at work the caller waits longer, and while it is
-not the save takes longer."""
-
 
 @dataclass(eq=False)
 class Steps:
@@ -32,8 +27,9 @@ class Steps:
     """Copied before the caller goes on."""
     later: list[Copying] = field(default_factory=list)
     """Copied while the caller goes on."""
-    left_when_writing: int | None = None
-    """Units that may be missing when writing begins; None for all of them."""
+    before_writing: int = 0
+    """How many of these copies come before anything is written: those of a device are begun by many
+    turns at the interpreter."""
     follow: Callable[[], None] = lambda: None
     """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]] = tuple
@@ -54,8 +50,6 @@ def plan_steps(
     if staging is None:
         steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
         steps.needs_state = bool(deferred.any())
-        if taken.needs_all_cores and not steps.needs_state:
-            steps.left_when_writing = math.ceil(taken.missing * WITH_THE_DISK)
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
         return steps
@@ -64,7 +58,7 @@ def plan_steps(
         steps.later.append(taken.expect(deferred, staging))
         steps.follow = staging.here()
         steps.needs_state = True
-    steps.left_when_writing = 0  # copies are begun by many turns at the interpreter
+    steps.before_writing = len(steps.now) + len(steps.later)
     return steps
 
 

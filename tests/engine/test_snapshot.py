@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,12 +10,8 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep.adapters.torch_tensors import ADAPTER
-from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.engine.arena import Arena
 from shardkeep.engine.moves import Mover
-from shardkeep.engine.snapshot import Snapshot, hold
 from shardkeep.memory import address_of
-from shardkeep.taking import plan_steps
 
 
 def odd_tensors():
@@ -127,51 +120,3 @@ def test_runs_of_memory_come_to_their_places_part_by_part(runs, unit):
         high = min(low + unit, at)
         mover.fill(low, high, found[low:high])
     np.testing.assert_array_equal(found, expected)
-
-
-def snapshot_of(units, *, needs_all_cores):
-    """A snapshot of that many units, of which nothing is copied, and its steps."""
-    state = {f"w{at}": np.full(16, at, np.uint8) for at in range(units)}
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state)
-    plan = planner.create_local_plan()
-    (plan,), _ = planner.create_global_plan([plan])
-    plan = planner.finish_plan(plan)
-    held = hold(plan, planner, [np.arange(units)])
-    arena = Arena(shared=False)
-    arena.reserve(held.length)
-    taken = Snapshot(held, arena, 16, 1, needs_all_cores=needs_all_cores)
-    return taken, plan_steps(taken, None, "eager", planner)
-
-
-def test_cores_that_all_copy_are_left_alone_by_the_disk_at_first():
-    taken, steps = snapshot_of(10, needs_all_cores=True)
-    assert steps.left_when_writing == 5
-    begun = threading.Event()
-
-    def write():
-        taken.wait_until_left(steps.left_when_writing)
-        begun.set()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    (copying, _) = steps.now
-    taken.copy(replace(copying, units=copying.units[:4]))
-    assert not begun.wait(0.1)
-    taken.copy(replace(copying, units=copying.units[4:5]))
-    assert begun.wait(10)
-    thread.join()
-    taken.copy(replace(copying, units=copying.units[5:]))
-    assert taken.is_settled()
-    np.testing.assert_array_equal(taken.memory[:160], np.repeat(np.arange(10), 16))
-
-
-def test_a_disk_that_waits_for_a_snapshot_hears_that_none_comes():
-    taken, steps = snapshot_of(3, needs_all_cores=True)
-    threading.Timer(0.05, taken.fail, [RuntimeError("no memory")]).start()
-    taken.wait_until_left(steps.left_when_writing)
-    assert taken.missing == 3
-
-
-def test_where_cores_are_to_spare_the_disk_begins_at_once():
-    assert snapshot_of(10, needs_all_cores=False)[1].left_when_writing is None

@@ -20,7 +20,7 @@ from shardkeep.engine.budget import usable_cores
 from shardkeep.errors import CheckpointError
 from shardkeep.foreign.filling import Filling, Wish
 from shardkeep.foreign.layout import Elements, OutTensor
-from shardkeep.formats.native.files import MOST_BUSY, SNAPSHOT_UNIT
+from shardkeep.formats.native.files import DIRECT_UNIT, MOST_BUSY
 from shardkeep.formats.native.jobs import Journal
 from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.record import checked_user_metadata
@@ -39,7 +39,7 @@ from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, Va
 
 __all__ = ["write_native"]
 
-UNIT = SNAPSHOT_UNIT
+UNIT = DIRECT_UNIT
 """Windows are whole multiples of what is written at once."""
 LARGEST = 16 << 20
 SMALL = 256 << 10

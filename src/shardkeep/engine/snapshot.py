@@ -131,17 +131,13 @@ class Copying:
 class Snapshot:
     """Chunks on their way into the arena, and there."""
 
-    def __init__(
-        self, held: Held, arena: Arena, unit: int, threads: int, *, needs_all_cores: bool = False
-    ) -> None:
+    def __init__(self, held: Held, arena: Arena, unit: int, threads: int) -> None:
         """The arena is large enough; nothing is expected yet. `threads` copy host memory."""
         self.held = held
         self.arena = arena
         self.unit = unit
         """Bytes that arrive together."""
         self._threads = threads
-        self.needs_all_cores = needs_all_cores
-        """Whether no core is left while host memory is copied."""
         self._missing = np.zeros(-(-held.length // unit), np.int64)
         """Copies of each unit that are not done, or begun by a device."""
         self._arrived: dict[int, list[Callable[[], bool]]] = {}
@@ -231,16 +227,6 @@ class Snapshot:
 
     # --- waiting
 
-    @property
-    def missing(self) -> int:
-        """Units that are not there, and that no device was asked for."""
-        return int(np.count_nonzero(self._missing))
-
-    def wait_until_left(self, units: int) -> None:
-        """Until no more than so many are missing, or none will come any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or self.missing <= units)
-
     def wait(self, low: int = 0, high: int | None = None) -> None:
         """Until the bytes [low, high) of the arena are there."""
         high = self.held.length if high is None else high
@@ -259,7 +245,7 @@ class Snapshot:
 
     def is_settled(self) -> bool:
         """Whether threads have ended to copy; a device may still be at it."""
-        return not self.missing
+        return not self._missing.any()
 
     def arrivals(self) -> Iterator[int]:
         """Up to where all of the arena is there, again and again until that is its end."""

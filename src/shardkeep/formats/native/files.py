@@ -26,26 +26,23 @@ from shardkeep.formats.native.index import IndexEntries
 from shardkeep.formats.native.layout import FilePlan
 from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
 from shardkeep.memory import Addresses
-from shardkeep.planner import NO_IMAGE, SavePlanner, WriteItems
+from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
 __all__ = ["FileWriter", "RankChunks", "data_header", "data_payload", "index_payload"]
 
 DIRECT_FROM = 1 << 20
 """Smaller files go through the page cache: one sync costs them more than all the rest."""
-DIRECT_UNIT = 2 << 20
-"""Most bytes of a direct write: one huge page, enough for a disk, and few enough for the cache."""
-SNAPSHOT_UNIT = 4 << 20
-"""The same from memory of a snapshot, which no cache holds: fewer turns at the interpreter while
-that is taken."""
+DIRECT_UNIT = 4 << 20
+"""Most bytes of a direct write: huge pages, enough for a disk, and few turns at the interpreter."""
 BUFFERED_UNIT = 4 << 20
 """Most bytes of a write into the page cache, where the file's lock is taken each time."""
 STAGED_UNIT = 16 << 20
 """The same for what comes from a device: each costs some calls, and nothing is in a cache."""
 MOST_BUSY = 4
 """Threads that fill and digest, and files written at the same time."""
-DISK_WRITERS = 2
-"""Direct writes that wait for the disk at the same time, at least: one is done, one is next."""
+DISK_WRITERS = 3
+"""Direct writes that wait for the disk at the same time, at least: one is done, others are next."""
 
 
 class Abandoned(Exception):
@@ -142,7 +139,7 @@ class FileWriter:
                     file,
                     payload,
                     layout,
-                    pool=self._buffers(direct, payload),
+                    pool=self._buffers(direct),
                     algorithm=self._algorithm,
                     threads=self._threads(),
                     writers=self._writers(direct),
@@ -170,7 +167,7 @@ class FileWriter:
         # A copy into the page cache, under the file's lock: one at a time, if it has a core.
         return 1 if self._spare >= self._lanes else 0
 
-    def _buffers(self, direct: bool, payload: Payload) -> BufferPool:
+    def _buffers(self, direct: bool) -> BufferPool:
         """Those of all files, cut as the first one likes them; one budget has one pool."""
         with self._lock:
             if self._pool is None:
@@ -180,8 +177,6 @@ class FileWriter:
                     buffers += self._threads()  # one is filled while another is digested
                 buffered = BUFFERED_UNIT if self._staging is None else STAGED_UNIT
                 unit = DIRECT_UNIT if direct else buffered
-                if direct and payload.chunks.image is not NO_IMAGE:
-                    unit = SNAPSHOT_UNIT
                 count = self._lanes * buffers
                 self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
         return self._pool
