@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -177,7 +178,11 @@ def test_ranks_must_be_asked_for_the_same():
 
 def stand_still(ranks, until):
     """No sign of life, and no step further, as of a process that is stopped."""
-    post, ranks._heart._post = ranks._heart._post, lambda beat: None
+
+    def stopped(beat):
+        raise RuntimeError("stopped")
+
+    post, ranks._heart._post = ranks._heart._post, stopped
     assert until.wait(20)
     ranks._heart._post = post
 
@@ -216,6 +221,80 @@ def test_a_rank_that_stood_still_learns_why_it_was_left(victim, where):
     for error, took in told.values():
         assert set(error.failures) == {victim}, error
         assert took < 6, error
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("again", [False, True], ids=["gone", "again"])
+def test_a_rank_that_stood_still_ends_no_call_that_the_others_left(victim, again):
+    """Not even where it finds all it needs when it wakes, as others who wait to be connected, in a
+    call that ends with that; and whether or not they are in another call by then."""
+    came, told, wake = [threading.Event() for _ in range(3)], {}, threading.Event()
+    others = threading.Barrier(2, wake.set)
+
+    def work(ranks):
+        connect = ranks._connect
+
+        def meet(name):
+            if ranks.rank == victim:
+                stand_still(ranks, wake)
+            came[ranks.rank].set()
+            assert all(one.wait(20) for one in came)
+            return connect(name)
+
+        ranks._connect = meet
+        begun = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            ranks.agree("first", lambda: None)
+        told[ranks.rank] = caught.value, time.monotonic() - begun
+        if ranks.rank != victim:
+            with ranks.call("second") if again else contextlib.nullcontext():
+                others.wait(20)
+                assert came[victim].wait(20)
+                time.sleep(2 * QUICK.look_s)
+
+    assert outcomes(3, work, timeout_s=8.0) == [None] * 3
+    for error, took in told.values():
+        assert set(error.failures) == {victim}, error
+        assert "no sign of life" in str(error)
+        assert took < 6, error
+
+
+@pytest.mark.parametrize("at_fault", [0, 1])
+def test_a_call_that_others_left_is_not_followed_by_another(at_fault):
+    """One has all it needs before it hears that another was given up: it is told in its next call,
+    and does not wait there for those who got the error."""
+
+    def work(ranks):
+        if ranks.rank == 0:
+            with contextlib.suppress(RankError), ranks.call("first"):
+                ranks.agree("step", lambda: None)
+                raise RankError("gone", failures={at_fault: "gone: no sign of life"})
+            return 0.0
+        ranks.agree("first", lambda: None)
+        begun = time.monotonic()
+        with pytest.raises(RankError) as caught:
+            ranks.agree("second", lambda: None)
+        assert dict(caught.value.failures) == {at_fault: "gone: no sign of life"}
+        return time.monotonic() - begun
+
+    took = outcomes(2, work, timeout_s=8.0)
+    assert all(isinstance(one, float) and one < 4 for one in took), took
+
+
+def test_an_error_after_a_call_does_not_end_the_next():
+    """Only where ranks were given up; one that failed alone, after all that ranks do together, may
+    go on with the others."""
+
+    def work(ranks):
+        with contextlib.suppress(ValueError), ranks.call("first"):
+            ranks.agree("step", lambda: None)
+            if ranks.rank == 0:
+                raise ValueError("in a progress callback")
+        if ranks.rank == 0:
+            time.sleep(3 * QUICK.look_s)
+        ranks.agree("second", lambda: None)
+
+    assert outcomes(2, work, timeout_s=8.0) == [None, None]
 
 
 def test_who_loses_the_plane_says_why_it_left():

@@ -210,6 +210,8 @@ class Ranks:
         self._old_keys: list[str] = []
         self._is_awaited = False
         """Whether a rank was given up in the last call: it may come back, and asks why."""
+        self._ended = -1
+        """The last call that ended well here."""
         self._helper = Helper()
         self._twins = itertools.count()
         self.memory: dict[str, Any] = {}
@@ -230,8 +232,11 @@ class Ranks:
         try:
             self._heart.start(call.number, self.timeout_s)
             yield
+            self._ask_back(call)
+            self._ended = call.number
         except BaseException as error:
             left = call.failures or blamed(error) or [describe(error, self.rank)]
+            self._tell_given_up(call, left)
             self._drop_bulk()
             raise
         finally:
@@ -245,7 +250,7 @@ class Ranks:
         """Say that this rank is out. The coordinator, whose process may host the control plane,
         stays until the others have read the last verdict."""
         self._heart.stop(left)
-        silent = {failure.rank for failure in left if failure.kind in ("gone", "stuck", "absent")}
+        silent = {failure.rank for failure in left if failure.is_silent}
         self._is_awaited = bool(silent)
         silent.discard(self.rank)
         with contextlib.suppress(RankError):
@@ -257,6 +262,31 @@ class Ranks:
                 )
                 if left_by < expected or self._is_awaited:
                     self._old_keys = []  # somebody may still read them
+
+    def _tell_given_up(self, call: _Call, left: list[Failure]) -> None:
+        """Say that the call is left because of a rank that may only have stood still."""
+        if any(failure.is_silent for failure in left):
+            with contextlib.suppress(RankError):
+                self._control.set(f"{call.number}/lost", msgspec.msgpack.encode(left))
+
+    def _ask_back(self, call: _Call) -> None:
+        """Raise why the others left this call, if this rank stood still in it.
+
+        Not every call ends with a verdict. Bytes that were on their way when this rank was given up
+        are there when it wakes; in the next call it would wait for others who never come.
+        """
+        lapse = self._heart.lapsed_s()
+        if lapse <= max(call.confirmed, _LAPSE * self.patience.gone_s):
+            return
+        with contextlib.suppress(RankError):  # with the plane all are gone who could tell
+            # Who has just given this rank up says so before the next look.
+            call.failures = self._told_given_up(call, self.patience.look_s)
+        if call.failures:
+            raise merge_failures(call.failures)
+
+    def _told_given_up(self, call: _Call, timeout_s: float = 0.0) -> list[Failure]:
+        told = self._control.get(f"{call.number}/lost", timeout_s)
+        return [] if told is None else msgspec.msgpack.decode(told, type=list[Failure])
 
     def advance(self, nbytes: int) -> None:
         """Progress, told to others with the next heartbeat."""
@@ -488,6 +518,8 @@ class Ranks:
         def tick() -> None:
             self._heart.advance()
             call.failures = watch.look(bulk=True)
+            if watch.left and not call.failures:  # well, or for another call
+                call.failures = self._told_given_up(call)
             if call.failures:
                 raise merge_failures(call.failures)
 
@@ -531,6 +563,7 @@ class Ranks:
             phase=phase,
             timeout_s=self.timeout_s,
             patience=self.patience,
+            ended=self._ended,
         )
 
     def _drop_bulk(self) -> None:
@@ -614,7 +647,7 @@ class _Call:
     def __init__(self, number: int) -> None:
         self.number = number
         self.step = -1
-        self.keys = [f"{number}/{key}" for key in ("n", "apart", "commit", "left")]
+        self.keys = [f"{number}/{key}" for key in ("n", "apart", "commit", "left", "lost")]
         """What the coordinator removes once all ranks are in the next call."""
         self.begun = False
         """Whether a step went well: all ranks are in this call, and have a bulk plane."""

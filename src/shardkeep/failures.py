@@ -29,6 +29,11 @@ class Failure(msgspec.Struct):
     trace: str = ""
     details: dict[str, Any] = {}
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the rank did not say so itself: it may only have stood still, and come back."""
+        return self.kind in ("gone", "stuck", "absent")
+
 
 def describe(error: BaseException, rank: int) -> Failure:
     """What other ranks are told of an error; works for any exception, and is of bounded size."""

@@ -183,8 +183,10 @@ class Watch:
         phase: str,
         timeout_s: float,
         patience: Patience,
+        ended: int = -1,
     ) -> None:
-        """Nothing before the first look counts against anyone."""
+        """Nothing before the first look counts against anyone. `ended` is the last call that this
+        rank ended well."""
         self._beats = beats
         self._seen = {rank: _Seen() for rank in ranks}
         self._call = call
@@ -192,6 +194,7 @@ class Watch:
         self._phase = phase
         self._timeout_s = timeout_s
         self._patience = patience
+        self._ended = ended
         self._looked = time.monotonic()
         self.left: set[int] = set()
         """Ranks that have ended the call well."""
@@ -223,6 +226,11 @@ class Watch:
             self.left.add(rank)
             return None
         if beat is None or beat.call < self._call:
+            if beat is not None and beat.left and beat.call == self._ended:
+                # It gave somebody up in a call that went well here, and so will not come.
+                lost = [failure for failure in beat.left if failure.is_silent]
+                if lost:
+                    return lost
             seen.idle += passed
             if seen.idle < self._timeout_s:
                 return None

@@ -39,6 +39,7 @@ LOST_TOO = [
     Case("save", "wake", 2, 0, BEFORE, store="rank 0"),
     Case("process", "wake", 2, 0, BEFORE),
     Case("restore", "wake", 2, 0, "move share reads"),
+    Case("restore", "wake", 3, 1, "wait"),
 ]
 
 
