@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import CheckpointNotFoundError, StorageError, ThreadRanks
+from shardkeep import CheckpointNotFoundError, SingleProcess, StorageError, ThreadRanks
 from shardkeep.coordination import Patience
 from shardkeep.engine import arena as engine_arena
 from shardkeep.engine import process as engine_process
@@ -621,6 +621,14 @@ def test_one_ranks_process_that_is_stopped_fails_the_save_on_all(tmp_path):
         assert "was stopped for 2 s" in str(error)
     check(tmp_path, {"r0": states[0], "r1": states[1]})
     assert len(left_in(tmp_path)) == 3
+
+
+def test_a_process_has_as_long_as_a_rank_of_any_group():
+    class Own(SingleProcess):
+        patience = Patience(beat_s=0.5, gone_s=2.0)
+
+    with shardkeep.Checkpointer(process_group=Own(), writer="process") as kept:
+        assert kept._behind().process.gone_s == 2.0
 
 
 def test_death_while_the_state_is_staged(tmp_path, keeper, told, monkeypatch):

@@ -20,7 +20,7 @@ from concurrent.futures import wait as wait_all
 from typing import Literal, TypeAlias
 
 from shardkeep.behind import Run
-from shardkeep.coordination import Coordinator, Ranks
+from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
 from shardkeep.engine.budget import usable_cores
@@ -76,7 +76,7 @@ class Background:
         self.arena = Arena(shared=writer == "process")
         self.process = WriterProcess() if writer == "process" else None
         """Writes what is in the arena, where no thread of this process is to do so."""
-        if self.process is not None and isinstance(self.coordinator, Ranks):
+        if self.process is not None:
             self.process.gone_s = self.coordinator.patience.gone_s  # as for a rank
         self._last: SaveHandle | None = None
         self._run: Run | None = None

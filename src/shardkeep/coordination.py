@@ -48,6 +48,10 @@ class Coordinator(Protocol):
     def world_size(self) -> int:
         """How many there are."""
 
+    @property
+    def patience(self) -> Patience:
+        """How long one that gives no sign of life is waited for."""
+
     def call(self, what: str) -> AbstractContextManager[None]:
         """All of a collective call: while inside, this rank gives signs of life."""
 
@@ -99,6 +103,7 @@ class SingleProcess:
 
     rank = 0
     world_size = 1
+    patience = Patience()
 
     def __init__(self) -> None:
         """Nothing is remembered yet."""
@@ -141,6 +146,7 @@ class SingleProcess:
         """Nothing travels there either."""
         other = SingleProcess()
         other.memory = self.memory
+        other.patience = self.patience
         return other
 
     def close(self) -> None:
