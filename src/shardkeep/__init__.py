@@ -16,7 +16,7 @@ _HOMES = {
     "checkpoint": ("Checkpoint", "SubView", "TensorView"),
     "checkpointer": ("Checkpointer",),
     "converting.driver": ("ConvertResult", "convert"),
-    "coordination": ("Coordinator", "SingleProcess", "ThreadRanks"),
+    "coordination": ("Coordinator", "SingleProcess"),
     "default_load_planner": ("DefaultLoadPlanner",),
     "default_planner": ("DefaultSavePlanner",),
     "differing": ("DiffReport", "Difference", "diff"),
@@ -95,6 +95,7 @@ _HOMES = {
     "storage": ("StorageReader", "StorageWriter", "WriteResult"),
     "surgery.operation": ("Surgery",),
     "surgery.rules": ("Fuse", "Split", "Stack", "Unstack"),
+    "thread_ranks": ("ThreadRanks",),
     "tree": ("Stateful",),
 }
 
@@ -224,7 +225,7 @@ if TYPE_CHECKING:
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
     from shardkeep.checkpointer import Checkpointer
     from shardkeep.converting.driver import ConvertResult, convert
-    from shardkeep.coordination import Coordinator, SingleProcess, ThreadRanks
+    from shardkeep.coordination import Coordinator, SingleProcess
     from shardkeep.default_load_planner import DefaultLoadPlanner
     from shardkeep.default_planner import DefaultSavePlanner
     from shardkeep.differing import Difference, DiffReport, diff
@@ -303,4 +304,5 @@ if TYPE_CHECKING:
     from shardkeep.storage import StorageReader, StorageWriter, WriteResult
     from shardkeep.surgery.operation import Surgery
     from shardkeep.surgery.rules import Fuse, Split, Stack, Unstack
+    from shardkeep.thread_ranks import ThreadRanks
     from shardkeep.tree import Stateful

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
 from shardkeep.closing import Closing
-from shardkeep.coordination import Coordinator, Ranks
+from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
@@ -32,6 +32,7 @@ from shardkeep.metadata import Metadata
 from shardkeep.planner import LoadPlanner, SavePlanner
 from shardkeep.preemption import is_preempted
 from shardkeep.progress import Progress, tracked
+from shardkeep.ranks import Ranks
 from shardkeep.saving import SaveResult, Saving, run_save
 from shardkeep.storage import (
     CheckpointId,

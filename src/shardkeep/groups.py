@@ -9,9 +9,10 @@ import sys
 import weakref
 from typing import Any
 
-from shardkeep.coordination import Coordinator, Ranks, SingleProcess
+from shardkeep.coordination import Coordinator, SingleProcess
 from shardkeep.errors import PlanError
 from shardkeep.heartbeats import default_timeout_s
+from shardkeep.ranks import Ranks
 
 __all__ = ["coordinator_for", "flush"]
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FAILED", "Bulk", "Control", "Helper", "Part", "SharedDict", "ThreadBulk"]
+__all__ = ["FAILED", "Bulk", "Control", "Helper", "Part", "Prefixed", "SharedDict", "ThreadBulk"]
 
 T = TypeVar("T")
 
@@ -123,6 +123,45 @@ def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None]) -> Non
         except BaseException as error:
             answer.put((None, error))
         del work, answer, job
+
+
+class Prefixed:
+    """A part of a control plane of somebody else."""
+
+    def __init__(self, control: Control, prefix: str) -> None:
+        self._control = control
+        self._prefix = prefix
+
+    def set(self, key: str, value: bytes) -> None:
+        """Under the prefix."""
+        self._control.set(self._prefix + key, value)
+
+    def get(self, key: str, timeout_s: float) -> bytes | None:
+        """Under the prefix."""
+        return self._control.get(self._prefix + key, timeout_s)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Under the prefix."""
+        return self._control.get_many([self._prefix + key for key in keys])
+
+    def claim(self, key: str, value: bytes) -> bytes:
+        """Under the prefix."""
+        return self._control.claim(self._prefix + key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        """Under the prefix."""
+        return self._control.add(self._prefix + key, amount)
+
+    def count(self, key: str, enough: int, timeout_s: float) -> int:
+        """Under the prefix."""
+        return self._control.count(self._prefix + key, enough, timeout_s)
+
+    def forget(self, keys: Sequence[str]) -> None:
+        """Under the prefix."""
+        self._control.forget([self._prefix + key for key in keys])
+
+    def close(self) -> None:
+        """The plane stays."""
 
 
 class SharedDict:

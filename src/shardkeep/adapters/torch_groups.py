@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardkeep.coordination import Patience, Ranks
 from shardkeep.errors import PlanError, RankError
+from shardkeep.heartbeats import Patience
 from shardkeep.planes import FAILED, Bulk, Helper, Part
+from shardkeep.ranks import Ranks
 
 __all__ = ["DESTROYED", "TorchRanks", "find_group", "is_alive"]
 

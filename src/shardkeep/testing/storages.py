@@ -23,7 +23,7 @@ import pytest
 
 from shardkeep.arrays import Sink
 from shardkeep.checkpointer import Checkpointer
-from shardkeep.coordination import Coordinator, ThreadRanks
+from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.errors import (
@@ -45,6 +45,7 @@ from shardkeep.planner import Place, ReadItem, SavePlan, WriteItem
 from shardkeep.saving import SaveResult
 from shardkeep.sharding import ShardedArray
 from shardkeep.storage import StorageReader, StorageWriter, WriteResult
+from shardkeep.thread_ranks import ThreadRanks
 
 __all__ = ["StorageTests"]
 

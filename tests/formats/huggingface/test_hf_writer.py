@@ -22,7 +22,6 @@ from safetensors.numpy import load_file
 import shardkeep
 from shardkeep import CheckpointExistsError, ShardedArray, StorageError, UnsupportedValueError
 from shardkeep.arrays import region
-from shardkeep.coordination import ThreadRanks
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.formats.huggingface import building, dealing
 from shardkeep.formats.huggingface.gathering import Gathering
@@ -30,6 +29,7 @@ from shardkeep.formats.huggingface.shards import plan_shards
 from shardkeep.formats.huggingface.writer import _stored
 from shardkeep.planner import Place, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile
+from shardkeep.thread_ranks import ThreadRanks
 
 A = np.arange(12, dtype=np.float32).reshape(3, 4)
 
