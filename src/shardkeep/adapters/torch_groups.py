@@ -404,13 +404,15 @@ class _GlooBulk:
         """End the group; whoever waits in it gets an error."""
         # Not kept: the traceback of an error, which may be kept for long, leads here.
         group, self._group = self._group, None
-        with contextlib.suppress(Exception):
-            if self._is_busy:
-                # `abort` wakes nobody who waits for a rank that is stopped. A wait that runs out of
-                # time does: gloo then closes all connections of the group.
-                nothing = torch.empty(1, dtype=torch.uint8)
-                other = 1 if self._rank == 0 else 0
-                group.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
+        if self._is_busy:
+            # `abort` wakes nobody who waits for a rank that is stopped. A wait that runs out of
+            # time does: gloo then closes all connections of the group. One for a rank that has
+            # hung up fails before that, and closes nothing.
+            nothing = torch.empty(1, dtype=torch.uint8)
+            for other in range(self._world):
+                if other != self._rank:
+                    with contextlib.suppress(Exception):
+                        group.recv([nothing], other, _NO_TAG).wait(timedelta(milliseconds=1))
         with contextlib.suppress(Exception):
             group.abort()
 
