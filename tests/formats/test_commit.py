@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,8 @@ from shardkeep import (
     NativeWriter,
     StorageError,
 )
-from shardkeep.formats.native import commit
+from shardkeep.formats.native import claiming, commit
+from shardkeep.formats.native.claiming import see_lease, take_lease
 from shardkeep.formats.native.commit import Lease, keep_fresh, wait_visible
 from shardkeep.formats.native.names import lease_name, new_save_id
 from shardkeep.stores.local import LocalStore, WriteFile
@@ -297,6 +299,62 @@ path = os.path.join(sys.argv[1], lease.name)
     command = [sys.executable, "-c", program, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, timeout=60, check=True)
     assert done.stdout == b"fresh"
+
+
+# --- a directory that others clean, and a lease that others must see
+
+
+class Cleaned(LocalStore):
+    """Somebody takes the directory for empty, so many times, before the lease is in it."""
+
+    left = 0
+
+    def create(self, name: str) -> WriteFile:
+        if self.left:
+            self.left -= 1
+            shutil.rmtree(self.root)
+        return super().create(name)
+
+
+def test_a_directory_that_is_cleaned_away_is_made_again(tmp_path):
+    store = Cleaned(tmp_path / "a")
+    store.left = claiming.LEASE_TRIES
+    take_lease(store, new_save_id()).release()
+    assert (store.root / "data").is_dir()
+
+
+def test_a_directory_that_always_goes_is_given_up(tmp_path):
+    store = Cleaned(tmp_path / "a")
+    store.left = claiming.LEASE_TRIES + 1
+    with pytest.raises(StorageError) as caught:
+        take_lease(store, new_save_id())
+    assert (caught.value.errno, store.left) == (errno.ENOENT, 0)
+
+
+def test_only_what_was_cleaned_away_is_tried_again(tmp_path):
+    class Full(LocalStore):
+        def create(self, name: str) -> WriteFile:
+            tries.append(name)
+            raise OSError(errno.ENOSPC, "full")
+
+    tries: list[str] = []
+    with pytest.raises(StorageError, match="full"):
+        take_lease(Full(tmp_path), new_save_id())
+    assert len(tries) == 1
+
+
+def test_a_lease_that_a_rank_sees_late_is_waited_for(tmp_path):
+    thread = threading.Timer(0.2, (tmp_path / "lease").touch)
+    thread.start()
+    see_lease(LocalStore(tmp_path), "lease", "first", 1)
+    assert (tmp_path / "lease").exists()
+    thread.join()
+
+
+def test_a_lease_that_a_rank_never_sees_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(claiming, "LEASE_SEEN_S", 0.1)
+    with pytest.raises(StorageError, match=r"does not see the directory .* host first made"):
+        see_lease(LocalStore(tmp_path), "lease", "first", 1)
 
 
 # --- files that will not go at once

@@ -23,8 +23,8 @@ for name in ("numpy", "ml_dtypes", "msgspec", "xxhash", "click", "rich", "safete
              "torch.distributed.checkpoint", "torch.distributed.tensor"):  # fmt: skip
     importlib.import_module(name)
 
-from mutants import mutants, unchanged  # noqa: E402
-from trials import PACKAGE, ROOT, judge_all, look, scratch  # noqa: E402
+from mutants import mutants  # noqa: E402
+from trials import PACKAGE, ROOT, judge_all, look, scratch, timed  # noqa: E402
 
 MODULES = [
     "boxes", "planner", "default_planner", "global_plan", "planning",
@@ -55,6 +55,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=10, help="of tests, for each mutant")
     parser.add_argument("--lines", type=Path, help="which test passes which line: made, then kept")
     parser.add_argument("--only", type=Path, help="those in a file, as they are printed")
+    parser.add_argument("--killers", type=Path, help="gets every verdict, and which test killed")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="in place of all that are known")
     given = parser.parse_args()
 
@@ -72,13 +73,9 @@ def main():
             tests = [str(ROOT / "tests" / f"{name}.py") for name in given.tests]
             tests = [test for test in tests if Path(test).exists()]
             known = look(tests, [PACKAGE / f"{name}.py" for name in MODULES], folder)
+            known["seconds"] = timed(known, folder)
             if given.lines:
                 given.lines.write_text(json.dumps(known))
-        as_they_are = {unchanged(mutant.source) for mutant in wanted}
-        options = (folder, given.jobs, 0)  # one test each
-        for mutant, verdict in judge_all(known, as_they_are, *options, whole_module=True):
-            if verdict != "survived":
-                raise SystemExit(f"{mutant.source} as it is: {verdict}")
         sys.exit(report(known, wanted, total, folder, given))
 
 
@@ -89,6 +86,10 @@ def report(known, wanted, total, folder, given):
 
     with contextlib.suppress(KeyboardInterrupt):  # what is known by then is told
         for mutant, verdict in judge_all(known, wanted, folder, given.jobs, given.seconds):
+            if given.killers:
+                with given.killers.open("a") as told:
+                    print(f"{mutant}: {verdict}", file=told)
+            verdict = verdict.partition(" by ")[0]
             counts[str(mutant.source.relative_to(PACKAGE))][verdict] += 1
             if verdict != "killed":
                 left.append(mutant)

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import CO_OPTIMIZED as OPTIMIZED
 from pathlib import Path
+from types import CodeType
 
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
@@ -53,13 +56,24 @@ class Mutant:
         tree = ast.fix_missing_locations(tree)
         return compile(tree, str(self.source), "exec", dont_inherit=True)
 
+    def functions(self):
+        """What the functions that it changes become, by what they are, or None.
+
+        None where a default, a class or the module changes: only an import can show that.
+        """
+        before = _compiled(self.source, self.text)
+        pairs = list(zip(_codes(before), _codes(self.code()), strict=False))
+        if any(_own(was) != _own(now) for was, now in pairs if not was.co_flags & OPTIMIZED):
+            return None
+        return {was: now for was, now in pairs if was.co_flags & OPTIMIZED and was != now}
+
     def __str__(self):
         return f"{self.source.name}:{self.line}: `{self.before}` -> `{self.after}`"
 
 
-def unchanged(source):
-    """A module as it is, which every test must let pass."""
-    return Mutant(source, source.read_text(), -1, 0, 1, "", "")
+@functools.cache
+def _compiled(source, text):
+    return compile(text, str(source), "exec", dont_inherit=True)
 
 
 def mutants(source):
@@ -70,6 +84,23 @@ def mutants(source):
             before, after = _text(node), _text(changed)
             found.append(Mutant(source, text, number, variant, node.lineno, before, after))
     return sorted(found, key=lambda mutant: (mutant.line, mutant.number, mutant.variant))
+
+
+def _codes(code):
+    """A module's code and that of all classes and functions, outer ones first.
+
+    What is inside of a function comes and goes with it.
+    """
+    yield code
+    if not code.co_flags & OPTIMIZED:
+        for inner in code.co_consts:
+            if isinstance(inner, CodeType):
+                yield from _codes(inner)
+
+
+def _own(code):
+    """A code but for what is defined in it."""
+    return code.co_code, code.co_names, [c for c in code.co_consts if not isinstance(c, CodeType)]
 
 
 def _text(node):

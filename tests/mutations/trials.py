@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import io
 import json
@@ -19,9 +20,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import groupby
 from pathlib import Path
+from types import FunctionType
 
 import coverage
 import hypothesis
@@ -118,63 +120,215 @@ def look(tests, sources, folder):
     return json.loads(answer.read_text())
 
 
-def chosen(known, mutant, enough_s, whole_module):
+class Clock:
+    """While all of us are stopped, no time passes."""
+
+    def __init__(self):
+        self.total, self.before, self.stops = 0.0, time.monotonic(), 0
+
+    def seconds(self):
+        """So many, where it is asked all the time."""
+        passed = time.monotonic() - self.before
+        self.before += passed
+        self.total += min(passed, 1)
+        self.stops += passed > 5
+        return self.total
+
+
+def timed(known, folder):
+    """The seconds of every test that passes on its own where all were collected before."""
+
+    def each(items):
+        attempt = functools.partial(_attempt_warm, folder, items, {None: {}}, {})
+        for name in items.keys() & known["seconds"].keys():
+            clock = Clock()
+            child = _fork(functools.partial(attempt, None, [name]))
+            while (status := _ended(child, clock.seconds() > 60)) is None:
+                time.sleep(0.002)
+            shutil.rmtree(folder / f"{child}", ignore_errors=True)
+            if status == 0:
+                yield f"{clock.seconds()} {name}"
+
+    lines = (line.partition(" ") for line in _warm(known, each, folder))
+    return {name: float(seconds) for seconds, _, name in lines}
+
+
+def chosen(known, mutant, enough_s, deadly, items=None):
     """Tests that pass the mutant's line, and how long they take.
 
-    Of the file that has most of them first, and there the short ones.
+    First those that are short or `deadly`, which are said to have killed the most before.
     """
     lines = known["lines"].get(str(mutant.source.relative_to(PACKAGE)), {})
     tests = set(lines.get(str(mutant.line), []))
-    if "" in tests or whole_module:  # at import: any test of this module may see it
+    if "" in tests:  # at import: any test of this module may see it
         tests = {test for passing in lines.values() for test in passing}
+    if items is None:  # to collect many takes longer than to run them
+        in_files = Counter(test.partition("::")[0] for test in tests - {""})
+        files = {file for file, _ in in_files.most_common(FILES)}
+        tests = {test for test in tests if test.partition("::")[0] in files}
+    else:
+        tests &= items
+    tests &= known["seconds"].keys()
     seconds, total, taken = known["seconds"], 0.0, []
-    in_files = Counter(test.partition("::")[0] for test in tests - {""})
-    files = [file for file, _ in in_files.most_common(FILES)]
-    for file in files:
-        share = total + (enough_s - total) / (1 if file == files[-1] else 2)
-        in_file = [test for test in tests if test.startswith(f"{file}::")]
-        for test in sorted(in_file, key=lambda test: (seconds[test], test)):
-            if taken and total + seconds[test] > share:
-                break
+    for test in sorted(tests, key=lambda test: (seconds[test] / (1 + deadly[test]), test)):
+        if not taken or total + seconds[test] <= enough_s:
             total += seconds[test]
             taken.append(test)
     return taken, total
 
 
-def judge_all(known, wanted, folder, jobs, enough_s, *, whole_module=False):
+def judge_all(known, wanted, folder, jobs, enough_s):
     """Each mutant with `killed`, `too slow`, `survived`, or `never run`, as they become known.
 
     Each gets tests that take `enough_s` together, at least one.
     """
-    waiting, running = list(wanted)[::-1], {}
-    clock, before = 0.0, time.monotonic()
-    while waiting or running:
-        # While all of us are stopped, no time passes.
-        clock, before = clock + min(time.monotonic() - before, 1), time.monotonic()
-        while waiting and len(running) < jobs:
-            mutant = waiting.pop()
-            tests, seconds = chosen(known, mutant, enough_s, whole_module)
-            if not tests:
-                yield mutant, "never run"
-                continue
-            child = _fork(functools.partial(_attempt, mutant, tests, folder))
-            running[child] = mutant, clock + 25 + 4 * seconds
-        for child, (mutant, end) in list(running.items()):
-            status = _ended(child, clock > end)
-            if status is not None:
-                del running[child]
-                yield mutant, VERDICTS.get(status, "killed")
-        time.sleep(0.01)
+    become = {mutant: mutant.functions() for mutant in wanted}
+    warm = [mutant for mutant in wanted if become[mutant] is not None]
+    cold = [mutant for mutant in wanted if become[mutant] is None]
+    if warm:
+        for mutant, verdict in _judge_warm(known, warm, become, folder, jobs, enough_s):
+            if verdict == "not there":
+                cold.append(mutant)
+            else:
+                yield mutant, verdict
+    yield from _judge(known, cold, functools.partial(_attempt, folder), folder, jobs, enough_s)
 
 
-VERDICTS = {0: "survived", "too slow": "too slow"}
+def _judge_warm(known, wanted, become, folder, jobs, enough_s):
+    """Those that change functions, in children of one that has collected all tests."""
+    number = {mutant: place for place, mutant in enumerate(wanted)}
+
+    def judge(items):
+        made = _made(PACKAGE)
+        there = {mutant for mutant in wanted if become[mutant].keys() <= made.keys()}
+        for mutant in wanted:
+            if mutant not in there:
+                yield f"{number[mutant]} not there"
+        attempt = functools.partial(_attempt_warm, folder, items, become, made)
+        ours = [mutant for mutant in wanted if mutant in there]
+        for mutant, verdict in _judge(known, ours, attempt, folder, jobs, enough_s, set(items)):
+            yield f"{number[mutant]} {verdict}"
+
+    left = set(wanted)
+    for line in _warm(known, judge, folder):
+        place, _, verdict = line.partition(" ")
+        left.discard(wanted[int(place)])
+        yield wanted[int(place)], verdict
+    if left:
+        raise SystemExit(f"{len(left)} mutants were not judged: what judges broke")
 
 
-def _attempt(mutant, tests, folder):
+def _warm(known, work, folder):
+    """The lines that `work` yields in a child that has collected all tests, and has them given."""
+    reading, writing = os.pipe()
+
+    def tell(items):
+        with os.fdopen(writing, "w") as told:
+            for line in work(items):
+                print(line, file=told, flush=True)
+
+    def collect():
+        os.close(reading)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        files = sorted({test.partition("::")[0] for test in known["seconds"]})
+        return _pytest(["-s", *files], folder / "warm", Collected(tell))
+
+    child = _fork(collect)
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as told:
+            for line in told:
+                yield line.rstrip("\n")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGTERM)
+        os.waitpid(child, 0)
+
+
+class Collected:
+    """Does `work` with the tests that were collected, by their names, in place of running them."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def pytest_runtestloop(self, session):
+        self.work({item.nodeid: item for item in session.items})
+        return True
+
+
+def _made(package):
+    """Every function that is there, by its code."""
+    found = defaultdict(list)
+    for made in gc.get_objects():
+        if type(made) is FunctionType and made.__code__.co_filename.startswith(str(package)):
+            found[made.__code__].append(made)
+        elif type(made) is functools._lru_cache_wrapper:
+            made.cache_clear()
+    gc.freeze()
+    return found
+
+
+def _judge(known, wanted, attempt, folder, jobs, enough_s, items=None):
+    waiting, running, deadly = list(wanted)[::-1], {}, defaultdict(Counter)
+    clock = Clock()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutant = waiting.pop()
+                kills = deadly[mutant.source]
+                tests, seconds = chosen(known, mutant, enough_s, kills, items)
+                if not tests:
+                    yield mutant, "never run"
+                    continue
+                child = _fork(functools.partial(attempt, mutant, tests), int(20 + 4 * seconds))
+                running[child] = mutant, clock.seconds() + 20 + 8 * seconds, clock.stops
+            for child, (mutant, end, stops) in list(running.items()):
+                status = _ended(child, clock.seconds() > end)
+                if status is not None and status != 0 and clock.stops > stops:
+                    del running[child]  # it may have failed for that
+                    waiting.append(mutant)
+                elif status is not None:
+                    del running[child]
+                    shutil.rmtree(folder / f"{child}", ignore_errors=True)
+                    killer = folder / f"{child}.killer"
+                    verdict = VERDICTS.get(status, "killed")
+                    if killer.exists():
+                        deadly[mutant.source][test := killer.read_text()] += 1
+                        verdict = f"killed by {test}"
+                        killer.unlink()
+                    yield mutant, verdict
+            time.sleep(0.01)
+    finally:
+        for child in running:
+            _ended(child, late=True)
+
+
+VERDICTS = {0: "survived", "too slow": "too slow", -signal.SIGXCPU: "too slow"}
+
+
+def _attempt(folder, mutant, tests):
+    """Import the module as it is changed, and all that imports it, and run the tests."""
     sys.meta_path.insert(0, Mutated(mutant))
-    for _, some in groupby(tests, lambda test: test.partition("::")[0]):
+    for _, some in groupby(sorted(tests), lambda test: test.partition("::")[0]):
         if status := _pytest(["-x", *some], folder / f"{os.getpid()}"):
             return status
+    return 0
+
+
+def _attempt_warm(folder, items, become, made, mutant, tests):
+    """Change the functions that are there, and run the tests that were collected."""
+    for was, now in become[mutant].items():
+        for function in made[was]:
+            function.__code__ = now
+    tests = [items[test] for test in tests]
+    session = tests[0].session
+    factory = session.config._tmp_path_factory
+    factory._given_basetemp, factory._basetemp = folder / f"{os.getpid()}", None
+    for test, after in zip(tests, [*tests[1:], None], strict=True):
+        test.config.hook.pytest_runtest_protocol(item=test, nextitem=after)
+        if session.testsfailed:
+            (folder / f"{os.getpid()}.killer").write_text(test.nodeid)
+            return 1
     return 0
 
 
@@ -191,7 +345,7 @@ def _pytest(tests, base, *plugins):
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _fork(work):
+def _fork(work, cpu_s=resource.RLIM_INFINITY):
     """Do it in a child, whose status is what `work` returns, or 1 if it breaks."""
     child = os.fork()
     if child:
@@ -206,6 +360,7 @@ def _fork(work):
         # A wrong size must not fill the disk or the memory.
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 30, 1 << 30))
         resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))
         sys.dont_write_bytecode = True
         status = work()
     os._exit(status)
