@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import threading
@@ -16,10 +17,15 @@ from runs import fill, is_state, state
 
 import shardkeep
 from shardkeep.engine.pace import Pace
-from shardkeep.errors import CheckpointNotFoundError, CorruptionError, StorageError
+from shardkeep.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptionError,
+    StorageError,
+)
 from shardkeep.formats.native import copying
 from shardkeep.formats.native.commit import read_record
-from shardkeep.formats.native.copying import copy_checkpoint
+from shardkeep.formats.native.copying import copy_checkpoint, known_files
 from shardkeep.manager.catalog import Catalog, copying_name
 from shardkeep.manager.cleaning import clean
 from shardkeep.manager.naming import StepNames
@@ -354,6 +360,47 @@ def once(tmp_path_factory):
     return path, large(path)
 
 
+def test_a_copy_never_replaces_what_is_there(tmp_path):
+    large(tmp_path / "a", 1)
+    large(tmp_path / "b", 1)
+    was = (tmp_path / "b/checkpoint.json").read_bytes()
+    with pytest.raises(CheckpointExistsError):
+        copied(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b/checkpoint.json").read_bytes() == was
+    assert sorted(os.listdir(tmp_path / "b")) == ["checkpoint.json", "data"]
+    assert shardkeep.verify(tmp_path / "b").ok
+
+
+def test_a_copy_whose_commit_failed_after_it_succeeded_is_one(tmp_path):
+    class Repeated(LocalStore):
+        def link(self, old, new):
+            super().link(old, new)
+            raise FileExistsError(errno.EEXIST, "there already")
+
+    large(tmp_path / "a", 1)
+    source = LocalStore(tmp_path / "a")
+    save_id = read_record(source).save_id
+    copy_checkpoint(source, Repeated(tmp_path / "b"), save_id=save_id)
+    assert shardkeep.verify(tmp_path / "b").ok
+
+
+def test_every_byte_of_a_copy_is_told_and_every_file_closed(tmp_path):
+    large(tmp_path / "a", 5)
+    before = os.listdir("/proc/self/fd")
+    for name, known in (("b", None), ("c", known_files([LocalStore(tmp_path / "a")]))):
+        told, planned = [], []
+        done = copied(
+            tmp_path / "a",
+            tmp_path / name,
+            known=known,
+            progress=told.append,
+            planned=planned.append,
+        )
+        assert sum(told) == sum(planned) == done.nbytes + done.linked
+        assert bool(done.linked) == bool(known)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_files_that_are_cut_gone_or_replaced(tmp_path):
     files = large(tmp_path / "a")
     name = max(files, key=lambda name: len(files[name]))
@@ -458,6 +505,32 @@ def test_known_files_are_linked_and_what_links_refuse_is_copied(tmp_path, monkey
         assert brought(fast, run, 3).linked == 0
     for step in (1, 2, 3):
         assert shardkeep.verify(tmp_path / f"run/step-{step}").ok
+
+
+def test_a_known_file_that_is_damaged_is_not_linked(tmp_path):
+    files = large(tmp_path / "a", 1)
+    copied(tmp_path / "a", tmp_path / "b")
+    (name,) = (name for name in files if "index" not in name)
+    with open(tmp_path / "b/data" / name, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([files[name][-1] ^ 1]))
+    done = copied(tmp_path / "a", tmp_path / "c", known=known_files([LocalStore(tmp_path / "b")]))
+    assert done.linked == 0
+    assert shardkeep.verify(tmp_path / "c").ok
+
+
+def test_a_known_file_that_cannot_be_made_durable_is_copied(tmp_path):
+    class Unsure(LocalStore):
+        def sync_file(self, name):
+            raise OSError(errno.EIO, "broken")
+
+    large(tmp_path / "a", 1)
+    source = LocalStore(tmp_path / "a")
+    target, save_id = Unsure(tmp_path / "b"), read_record(source).save_id
+    done = copy_checkpoint(source, target, save_id=save_id, known=known_files([source]))
+    assert done.linked == 0
+    assert shardkeep.verify(tmp_path / "b").ok
+    assert all(file.stat().st_nlink == 1 for file in (tmp_path / "b/data").iterdir())
 
 
 def test_states_are_compared_with_what_a_recording_sees(tmp_path):
