@@ -15,7 +15,13 @@ import pytest
 import shardkeep
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.errors import StorageError
-from shardkeep.formats.native.header import Entry, chunk_entries, read_header, write_header
+from shardkeep.formats.native.header import (
+    Entry,
+    chunk_entries,
+    header_room,
+    read_header,
+    write_header,
+)
 from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.metadata import TensorProperties
@@ -137,6 +143,18 @@ def test_text_of_entries_is_that_of_a_json_encoder():
     assert (
         write_header({}, {}, 4096).rstrip() == (4088).to_bytes(8, "little") + b'{"__metadata__":{}}'
     )
+
+
+def test_a_header_may_fill_its_room_to_the_last_byte():
+    room = header_room(4088)
+    assert (room, header_room(4089)) == (4096, 8192)
+    empty = len(write_header({}, {"a": ""}, room).rstrip()) - 8
+    text = {"a": "x" * (room - 8 - empty)}
+    full = write_header({}, text, room)
+    assert (len(full), full[-1:]) == (room, b"}")
+    assert read_header(full, "a file", room) == ({}, text)
+    with pytest.raises(AssertionError, match="a header of 4089 bytes was planned to fit 4088"):
+        write_header({}, {"a": text["a"] + "x"}, room)
 
 
 def test_nothing_is_left_open_after_a_save(tmp_path):

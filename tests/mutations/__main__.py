@@ -55,6 +55,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=10, help="of tests, for each mutant")
     parser.add_argument("--lines", type=Path, help="which test passes which line: made, then kept")
     parser.add_argument("--only", type=Path, help="those in a file, as they are printed")
+    parser.add_argument("--without", type=Path, help="those in a file: an earlier run's verdicts")
     parser.add_argument("--killers", type=Path, help="gets every verdict, and which test killed")
     parser.add_argument("--tests", nargs="*", default=TESTS, help="in place of all that are known")
     given = parser.parse_args()
@@ -64,6 +65,9 @@ def main():
     if given.only:
         named = given.only.read_text()
         wanted = [mutant for mutant in wanted if str(mutant) in named]
+    if given.without:
+        named = given.without.read_text()
+        wanted = [mutant for mutant in wanted if f"{mutant}" not in named]
     if given.limit and given.limit < len(wanted):
         wanted = random.Random(given.seed).sample(wanted, given.limit)
     with scratch() as folder:

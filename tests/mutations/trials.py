@@ -139,7 +139,7 @@ def timed(known, folder):
     """The seconds of every test that passes on its own where all were collected before."""
 
     def each(items):
-        attempt = functools.partial(_attempt_warm, folder, items, {None: {}}, {})
+        attempt = functools.partial(_attempt_warm, folder, items, {})
         for name in items.keys() & known["seconds"].keys():
             clock = Clock()
             child = _fork(functools.partial(attempt, None, [name]))
@@ -156,7 +156,7 @@ def timed(known, folder):
 def chosen(known, mutant, enough_s, deadly, items=None):
     """Tests that pass the mutant's line, and how long they take.
 
-    First those that are short or `deadly`, which are said to have killed the most before.
+    First those that are short, pass much of the module, and are `deadly`: have killed before.
     """
     lines = known["lines"].get(str(mutant.source.relative_to(PACKAGE)), {})
     tests = set(lines.get(str(mutant.line), []))
@@ -169,8 +169,15 @@ def chosen(known, mutant, enough_s, deadly, items=None):
     else:
         tests &= items
     tests &= known["seconds"].keys()
+    passed = known.setdefault("passed", {})
+    if mutant.source not in passed:
+        passed[mutant.source] = Counter(test for passing in lines.values() for test in passing)
     seconds, total, taken = known["seconds"], 0.0, []
-    for test in sorted(tests, key=lambda test: (seconds[test] / (1 + deadly[test]), test)):
+
+    def late(test):
+        return seconds[test] / (1 + deadly[test]) / passed[mutant.source][test] ** 2, test
+
+    for test in sorted(tests, key=late):
         if not taken or total + seconds[test] <= enough_s:
             total += seconds[test]
             taken.append(test)
@@ -182,40 +189,24 @@ def judge_all(known, wanted, folder, jobs, enough_s):
 
     Each gets tests that take `enough_s` together, at least one.
     """
-    become = {mutant: mutant.functions() for mutant in wanted}
-    warm = [mutant for mutant in wanted if become[mutant] is not None]
-    cold = [mutant for mutant in wanted if become[mutant] is None]
-    if warm:
-        for mutant, verdict in _judge_warm(known, warm, become, folder, jobs, enough_s):
-            if verdict == "not there":
-                cold.append(mutant)
-            else:
-                yield mutant, verdict
-    yield from _judge(known, cold, functools.partial(_attempt, folder), folder, jobs, enough_s)
-
-
-def _judge_warm(known, wanted, become, folder, jobs, enough_s):
-    """Those that change functions, in children of one that has collected all tests."""
+    left, cold = set(wanted), []
     number = {mutant: place for place, mutant in enumerate(wanted)}
 
     def judge(items):
-        made = _made(PACKAGE)
-        there = {mutant for mutant in wanted if become[mutant].keys() <= made.keys()}
-        for mutant in wanted:
-            if mutant not in there:
-                yield f"{number[mutant]} not there"
-        attempt = functools.partial(_attempt_warm, folder, items, become, made)
-        ours = [mutant for mutant in wanted if mutant in there]
-        for mutant, verdict in _judge(known, ours, attempt, folder, jobs, enough_s, set(items)):
+        attempt = functools.partial(_attempt_warm, folder, items, _made(PACKAGE))
+        for mutant, verdict in _judge(known, wanted, attempt, folder, jobs, enough_s, set(items)):
             yield f"{number[mutant]} {verdict}"
 
-    left = set(wanted)
     for line in _warm(known, judge, folder):
         place, _, verdict = line.partition(" ")
-        left.discard(wanted[int(place)])
-        yield wanted[int(place)], verdict
+        left.discard(mutant := wanted[int(place)])
+        if verdict == "not there":
+            cold.append(mutant)
+        else:
+            yield mutant, verdict
     if left:
         raise SystemExit(f"{len(left)} mutants were not judged: what judges broke")
+    yield from _judge(known, cold, functools.partial(_attempt, folder), folder, jobs, enough_s)
 
 
 def _warm(known, work, folder):
@@ -303,7 +294,10 @@ def _judge(known, wanted, attempt, folder, jobs, enough_s, items=None):
             _ended(child, late=True)
 
 
-VERDICTS = {0: "survived", "too slow": "too slow", -signal.SIGXCPU: "too slow"}
+NOT_THERE = 77
+VERDICTS = {
+    0: "survived", "too slow": "too slow", -signal.SIGXCPU: "too slow", NOT_THERE: "not there",
+}  # fmt: skip
 
 
 def _attempt(folder, mutant, tests):
@@ -315,9 +309,12 @@ def _attempt(folder, mutant, tests):
     return 0
 
 
-def _attempt_warm(folder, items, become, made, mutant, tests):
+def _attempt_warm(folder, items, made, mutant, tests):
     """Change the functions that are there, and run the tests that were collected."""
-    for was, now in become[mutant].items():
+    become = {} if mutant is None else mutant.functions()
+    if become is None or not become.keys() <= made.keys():
+        return NOT_THERE
+    for was, now in become.items():
         for function in made[was]:
             function.__code__ = now
     tests = [items[test] for test in tests]
