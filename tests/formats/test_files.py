@@ -23,6 +23,7 @@ from shardkeep.formats.native.header import (
     write_header,
 )
 from shardkeep.formats.native.layout import Limits
+from shardkeep.formats.native.names import entry_keys
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.metadata import TensorProperties
 from shardkeep.stores.local import LocalStore, WriteFile
@@ -143,6 +144,12 @@ def test_text_of_entries_is_that_of_a_json_encoder():
     assert (
         write_header({}, {}, 4096).rstrip() == (4088).to_bytes(8, "little") + b'{"__metadata__":{}}'
     )
+
+
+def test_keys_of_entries_are_told_apart():
+    """A name may look like a part of another; parts of nothing all begin at the same place."""
+    taken = [("w@0", None), ("w", (0,)), ("w", (0,)), ("w@0~2", None), ("__metadata__", None)]
+    assert entry_keys(taken) == ["w@0", "w@0~2", "w@0~3", "w@0~2~2", "~__metadata__"]
 
 
 def test_a_header_may_fill_its_room_to_the_last_byte():
