@@ -9,12 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep import PerRank, replicas
+from shardkeep.columns import Boxes
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.errors import PlanError
-from shardkeep.global_plan import join_plans
+from shardkeep.global_plan import join_plans, sort_keys
 from shardkeep.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from shardkeep.planner import Place, SavePlan, TensorWriteData, WriteItem
 from shardkeep.sharding import ShardedArray
+from shardkeep.tables import TensorTable
 from shardkeep.wire import (
     PlanDecoder,
     decode_final_plan,
@@ -360,3 +362,26 @@ def test_ties_to_different_tensors_are_no_tie():
     one, two = W.copy(), W.copy()
     joined = join({"a": one, "b": W.copy(), "c": one}, {"a": W.copy(), "b": two, "c": two})
     assert joined.tensors.alias_of.tolist() == [-1, -1, -1]
+
+
+# --- the order of chunks
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (1 << 31, 1 << 30)])
+@given(st.lists(st.tuples(*(st.sampled_from(of) for of in ((0, 1, 2), (0, 1, 3), (0, 1, 5))))))
+def test_chunks_are_sorted_by_tensor_and_offset(shape, chunks):
+    """Also where all elements are too many for one number to say which of which tensor."""
+    tensors = TensorTable.of(["a", "b", "c"], [TensorProperties("uint8")] * 3, [shape] * 3)
+    offsets = np.array([at for _, *at in chunks], np.int64).reshape(-1)
+    boxes = Boxes(2 * np.arange(len(chunks) + 1), offsets, np.ones_like(offsets))
+    tensor = np.array([number for number, _, _ in chunks], np.int64)
+    keys = sort_keys(tensors, tensor, boxes)
+    for one, key in zip(chunks, keys.tolist(), strict=True):
+        assert (keys < key).tolist() == [other < one for other in chunks]
+        assert (keys == key).tolist() == [other == one for other in chunks]
+
+
+def test_a_box_outside_of_its_tensor_is_sorted_with_it():
+    tensors = TensorTable.of(["a", "b"], [TensorProperties("uint8")] * 2, [(4,)] * 2)
+    boxes = Boxes(np.arange(4), np.array([9, 0, 3]), np.ones(3, np.int64))
+    assert sort_keys(tensors, np.array([0, 1, 0]), boxes).tolist() == [3, 4, 3]
