@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -119,7 +118,6 @@ class Index:
         self._file = file
         self._files = files
         self._nbytes = nbytes
-        self._lock = threading.Lock()
         self._held: dict[int, ChunkTable] = {}
         with storage_errors(f"reading {file.name}"):
             length = int.from_bytes(file.read_range(0, 8), "little")
