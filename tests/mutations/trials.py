@@ -1,8 +1,8 @@
-"""Tests run against mutants, each in a child that is forked when all that is slow is imported.
+"""Tests run against mutants, each in a child of a process that has collected all tests.
 
 First the tests run once as they are, and every line is noted with the tests that pass it. Then a
-child imports the changed module in place of the one on disk, and runs those of its line, the short
-ones first, until one fails.
+child puts the changed code into the functions that are there, and runs the tests of its line, the
+short ones first, until one fails. What only an import shows is imported in place of what is on disk.
 """
 
 from __future__ import annotations
