@@ -631,6 +631,24 @@ def test_a_process_has_as_long_as_a_rank_of_any_group():
         assert kept._behind().process.gone_s == 2.0
 
 
+def test_a_group_of_somebody_elses_need_not_say_how_long_it_waits(tmp_path):
+    class Bare:
+        """Has what a coordinator must have, and nothing besides."""
+
+        def __init__(self):
+            self._inner = SingleProcess()
+
+        def __getattr__(self, name):
+            if name in ("patience", "twin"):
+                raise AttributeError(name)
+            return getattr(self._inner, name)
+
+    with shardkeep.Checkpointer(process_group=Bare(), writer="process") as kept:
+        kept.async_save({"a": np.ones(3)}, tmp_path / "a").result()
+        assert kept._behind().process.gone_s == WriterProcess().gone_s
+    assert shardkeep.verify(tmp_path / "a").ok
+
+
 def test_death_while_the_state_is_staged(tmp_path, keeper, told, monkeypatch):
     torch = pytest.importorskip("torch")
     model = torch.nn.Linear(300, 300)

@@ -76,8 +76,9 @@ class Background:
         self.arena = Arena(shared=writer == "process")
         self.process = WriterProcess() if writer == "process" else None
         """Writes what is in the arena, where no thread of this process is to do so."""
-        if self.process is not None:
-            self.process.gone_s = self.coordinator.patience.gone_s  # as for a rank
+        patience = getattr(self.coordinator, "patience", None)
+        if self.process is not None and patience is not None:
+            self.process.gone_s = patience.gone_s  # as for a rank
         self._last: SaveHandle | None = None
         self._run: Run | None = None
         self._content = ("", "")

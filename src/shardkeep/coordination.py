@@ -28,10 +28,6 @@ class Coordinator(Protocol):
     def world_size(self) -> int:
         """How many there are."""
 
-    @property
-    def patience(self) -> Patience:
-        """How long one that gives no sign of life is waited for."""
-
     def call(self, what: str) -> AbstractContextManager[None]:
         """All of a collective call: while inside, this rank gives signs of life."""
 

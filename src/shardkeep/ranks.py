@@ -143,7 +143,7 @@ class Ranks:
         if lapse <= max(call.confirmed, _LAPSE * self.patience.gone_s):
             return
         with contextlib.suppress(RankError):  # with the plane all are gone who could tell
-            # Who has just given this rank up says so before the next look.
+            # Who is giving this rank up just now mostly says so before the next look.
             call.failures = self._told_given_up(call, self.patience.look_s)
         if call.failures:
             raise merge_failures(call.failures)

@@ -2,7 +2,7 @@
 
 First the tests run once as they are, and every line is noted with the tests that pass it. Then a
 child puts the changed code into the functions that are there, and runs the tests of its line, the
-short ones first, until one fails. What only an import shows is imported in place of what is on disk.
+short ones first, until one fails. What only an import shows is imported in place of what is there.
 """
 
 from __future__ import annotations

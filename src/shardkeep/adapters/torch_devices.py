@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 MOST_KEPT = 384 << 20
-"""Bytes of registered memory that wait for the next save or load: registering is slow."""
+"""Bytes of registered memory that wait for whoever moves as much at a time: registering is slow."""
 
 _of_thread = threading.local()
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from shardkeep.arrays import Bytes
-from shardkeep.engine.pages import page_aligned
+from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 from shardkeep.engine.parallel import Behind, run_in_order
 from shardkeep.engine.reading import Reading
 from shardkeep.engine.shares import Share
@@ -173,13 +173,13 @@ class _Passing:
             fence()
             self.window.counters[FILLED] = filled
 
-    def _large_pages(self) -> Bytes:
+    def _large_pages(self) -> Bytes | None:
         """Of this thread: memory that ranks share has small pages, of which a disk may take only a
-        few at a time."""
+        few at a time. None if one would hold several runs."""
         pages: Bytes | None = getattr(self.of_thread, "pages", None)
-        if pages is None:
-            most = int(self.share.runs.blocks[self.own].max())
-            pages = self.of_thread.pages = page_aligned(most * self.reading.block)
+        most = int(self.share.runs.blocks[self.own].max()) * self.reading.block
+        if pages is None and most >= HUGE_PAGE:
+            pages = self.of_thread.pages = page_aligned(most)
         return pages
 
     def _await_need_of(self, number: int) -> bool:

@@ -187,12 +187,19 @@ class Reading:
             direct = 0
             if file.file.is_cold(low, len(data)):
                 direct = file.read_cold(out if by_way_of is None else by_way_of, low, len(data))
-                if by_way_of is not None:
-                    np.copyto(data, by_way_of[: len(data)])
             else:
                 file.read_at(data, low)
-            spent = perf_counter() - begun
-        self.count(bytes_read=len(data), read_requests=1, bytes_direct=direct, read_thread_s=spent)
+                by_way_of = None
+            there = perf_counter()
+        if by_way_of is not None:
+            np.copyto(data, by_way_of[: len(data)])
+            self.count(copy_thread_s=perf_counter() - there)
+        self.count(
+            bytes_read=len(data),
+            read_requests=1,
+            bytes_direct=direct,
+            read_thread_s=there - begun,
+        )
 
     def take(self, runs: Runs, data: Sequence[Bytes]) -> None:
         """Check blocks that somebody brought, and deliver what they hold."""
