@@ -96,6 +96,8 @@ class _Passing:
         self.of_thread = threading.local()
         self.stopped = False
         self.own = np.flatnonzero(share.owner == share.member)
+        self.largest = int(share.runs.blocks[self.own].max(initial=0)) * reading.block
+        """Bytes of the largest run that this rank reads."""
         self.lookers = int(np.bitwise_or.reduce(share.holders[self.own], initial=0))
         """Who wants anything of what this rank reads, a bit for each."""
         self.ready: dict[int, int] = {}
@@ -177,9 +179,8 @@ class _Passing:
         """Of this thread: memory that ranks share has small pages, of which a disk may take only a
         few at a time. None if one would hold several runs."""
         pages: Bytes | None = getattr(self.of_thread, "pages", None)
-        most = int(self.share.runs.blocks[self.own].max()) * self.reading.block
-        if pages is None and most >= HUGE_PAGE:
-            pages = self.of_thread.pages = page_aligned(most)
+        if pages is None and self.largest >= HUGE_PAGE:
+            pages = self.of_thread.pages = page_aligned(self.largest)
         return pages
 
     def _await_need_of(self, number: int) -> bool:

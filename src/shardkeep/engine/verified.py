@@ -14,7 +14,7 @@ from shardkeep.engine.digests import PAGE_DIGESTS, Algorithm, DigestLayout
 from shardkeep.errors import CorruptionError, FormatError
 from shardkeep.stores.reading import ReadFile
 
-__all__ = ["DamagedBlock", "VerifiedFile"]
+__all__ = ["DamagedBlock", "VerifiedFile", "compare_digests"]
 
 
 class DamagedBlock(CorruptionError):
@@ -31,6 +31,18 @@ class DamagedBlock(CorruptionError):
     def touches(self, low: int, high: int) -> bool:
         """Whether bytes [low, high) of the file lie in the block."""
         return low < self.block_range[1] and high > self.block_range[0]
+
+
+def compare_digests(
+    file: str, first: int, found: bytes, wanted: bytes, *, size: int, block: int
+) -> None:
+    """Raise `DamagedBlock` for the first block whose digest, of so many bytes, is another one.
+
+    `first` is the number of the block that the digests begin with.
+    """
+    if found != wanted:
+        at = next(at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
+        raise DamagedBlock(file, first + at // size, block)
 
 
 class VerifiedFile(BlockFile):
@@ -66,9 +78,8 @@ class VerifiedFile(BlockFile):
         self._compare(first, self.algorithm.digests(data.data, self.layout.block), wanted)
 
     def _compare(self, first: int, found: bytes, wanted: bytes) -> None:
-        if found != wanted:
-            at = next(at for at, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
-            raise DamagedBlock(self.name, first + at // self.layout.size, self.layout.block)
+        size, block = self.layout.size, self.layout.block
+        compare_digests(self.name, first, found, wanted, size=size, block=block)
 
     def read_pieces(self, first: int, out: Bytes, piece: int) -> tuple[int, float, float]:
         """Read whole blocks, each piece of so many bytes digested while it is in a cache.

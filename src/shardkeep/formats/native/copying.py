@@ -16,7 +16,7 @@ import numpy as np
 from shardkeep.arrays import Bytes
 from shardkeep.engine.digests import algorithm
 from shardkeep.engine.pages import page_aligned
-from shardkeep.engine.verified import DamagedBlock
+from shardkeep.engine.verified import compare_digests
 from shardkeep.errors import CheckpointError, CheckpointNotFoundError, CorruptionError
 from shardkeep.formats.native.commit import Lease, read_record, read_record_bytes
 from shardkeep.formats.native.names import DATA
@@ -203,12 +203,9 @@ class _Copy:
         block, size = self._record.block, self._algorithm.size
         part = self._buffer[: min(len(self._buffer), row.payload - low)]
         self._read(file, self._buffer, low, len(part))
-        view, first = part.data, low // block
-        for at in range(0, len(part), block):
-            number = first + at // block
-            found = self._algorithm.digest(view[at : at + block])
-            if found != digests[number * size : (number + 1) * size]:
-                raise DamagedBlock(str(file.path), number, block)
+        first, found = low // block, self._algorithm.digests(part.data, block)
+        wanted = digests[first * size : first * size + len(found)]
+        compare_digests(str(file.path), first, found, wanted, size=size, block=block)
         return part
 
     def _read(self, file: ReadFile, out: Bytes, low: int, nbytes: int) -> None:
