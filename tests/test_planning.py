@@ -301,6 +301,18 @@ def test_an_empty_tensor_that_was_changed_in_place(saver):
     assert shardkeep.open(saver.at)["w"].shape == (2, 0)
 
 
+def test_one_of_many_that_was_changed_in_place_is_found_when_it_is_reached(saver):
+    """Arrays are asked some at a time, as they are written: what was written of the stale plan by
+    then is given up."""
+    state = {str(number): torch.full((3,), number) for number in range(700)}
+    saver(state)
+    last = state["699"]
+    last.data = torch.arange(7.0)
+    assert not saver(state)
+    assert same(state, saver.stored())
+    assert saver(state)
+
+
 def test_a_saved_tensor_can_still_be_resized(saver):
     state = {"w": torch.ones(3)}
     saver(state)

@@ -292,19 +292,18 @@ class Holding:
             np.array_equal(held.offsets, boxes.offsets) and np.array_equal(held.sizes, boxes.sizes)
         ):
             return np.zeros(len(numbers), np.uint64)
-        sizes = np.array(
-            [
-                math.prod(form.boxes[0].sizes) * form.dtype.itemsize if len(form.boxes) == 1 else 0
-                for form in self.look.forms
-            ],
-            np.int64,
-        )
         rows, which = np.unique(self.look.tensor[numbers], return_inverse=True)
+        kinds, kind = np.unique(self.look.form[rows], return_inverse=True)
+        forms = [self.look.forms[number] for number in kinds.tolist()]
+        sizes = [
+            math.prod(form.boxes[0].sizes) * form.dtype.itemsize if len(form.boxes) == 1 else 0
+            for form in forms
+        ]
         leaves = [self.look.tensor_leaf[row] for row in rows.tolist()]
         adapters: list[Any] = [self.flat.adapters[leaf] for leaf in leaves]
         columns = [
             [self.flat.values[leaf] for leaf in leaves],
-            sizes[self.look.form[rows]].tolist(),
+            np.array(sizes, np.int64)[kind].tolist(),
         ]
         found = ask_each(
             adapters, columns, lambda adapter, *columns: adapter.host_addresses(*columns)

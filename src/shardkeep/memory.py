@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +13,10 @@ import numpy.typing as npt
 
 from shardkeep.metadata import ChunkStorageMetadata
 
-__all__ = ["Addresses", "Memory", "address_of", "bytes_at"]
+__all__ = ["Addresses", "LazyAddresses", "Memory", "address_of", "bytes_at"]
+
+FIRST, MOST = 256, 4096
+"""Arrays that are asked for their address at once: few at first, so that work can begin."""
 
 Addresses = npt.NDArray[np.uint64]
 """Or distances between them: sums of unsigned numbers wrap around, so any may be added."""
@@ -25,6 +30,35 @@ def address_of(array: npt.NDArray[Any]) -> int:
 def bytes_at(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Host memory that the caller holds, and has checked the bounds of, as an array."""
     return np.asarray(_Interface({"data": (address, False), "shape": (nbytes,), "typestr": "|u1"}))
+
+
+class LazyAddresses:
+    """Addresses of many arrays, found some at a time and in order, as they are needed; by any
+    thread.
+
+    To ask thousands of arrays takes as long as a disk takes for a hundred megabytes: it has those
+    of the first to write meanwhile.
+    """
+
+    def __init__(self, count: int, find: Callable[[int, int], Addresses]) -> None:
+        """`find(low, high)` gives those of arrays [low, high), which stay as they are."""
+        self._find = find
+        self._found = np.zeros(count, np.uint64)
+        self._known = 0
+        self._step = FIRST
+        self._lock = threading.Lock()
+
+    def __call__(self, low: int, high: int) -> Addresses:
+        """Those of arrays [low, high)."""
+        if self._known < high:
+            with self._lock:
+                while self._known < high:
+                    begin = self._known
+                    end = min(begin + self._step, len(self._found))
+                    self._found[begin:end] = self._find(begin, end)
+                    self._known = end
+                    self._step = min(2 * self._step, MOST)
+        return self._found[low:high]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def plan_steps(
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        steps.now, steps.later = _host_steps(taken, ~deferred), [taken.expect(deferred)]
+        steps.now, steps.later = [taken.expect(~deferred, still=True)], [taken.expect(deferred)]
         steps.needs_state = bool(deferred.any())
         return steps
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
@@ -62,12 +62,6 @@ def plan_steps(
     return steps
 
 
-def _host_steps(taken: Snapshot, which: Mask) -> list[Copying]:
-    """Chunks in host memory, which stand still: most are found by their addresses alone."""
-    quick, left = taken.expect_memory(which)
-    return [quick, taken.expect(left)]
-
-
 def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) -> bool:
     """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
 
@@ -78,7 +72,7 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) 
     doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
     if doubles is None:
         return False
-    steps.now.extend(_host_steps(taken, ~on_device & ~deferred))
+    steps.now.append(taken.expect(~on_device & ~deferred, still=True))
     steps.later.append(taken.expect(on_device, staging, doubles))
     steps.later.append(taken.expect(~on_device & deferred))
     steps.needs_state = bool((~on_device & deferred).any())

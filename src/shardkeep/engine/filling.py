@@ -79,12 +79,20 @@ class Filler:
         chunks = self._chunks
         if chunks.addresses is not None and self._staging is None:
             address = chunks.addresses(first, last)
-            if address.all():
-                rows = slice(first, last)
-                Mover(chunks.start[rows], chunks.nbytes[rows], address).fill(
-                    low, low + len(data), data
-                )
-                return
+            known = np.flatnonzero(address)
+            rows = first + known
+            Mover(chunks.start[rows], chunks.nbytes[rows], address[known]).fill(
+                low, low + len(data), data
+            )
+            edges = np.concatenate([[first - 1], rows, [last]])
+            for gap in np.flatnonzero(np.diff(edges) > 1).tolist():
+                self._fill_sources(int(edges[gap]) + 1, int(edges[gap + 1]), low, data)
+        else:
+            self._fill_sources(first, last, low, data)
+
+    def _fill_sources(self, first: int, last: int, low: int, data: Bytes) -> None:
+        """The same for chunks whose address is not known."""
+        chunks = self._chunks
         if last == first + 1:
             self._fill_part(first, self._source(first), low, data)
             return

@@ -22,9 +22,8 @@ from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
 from shardkeep.engine.arriving import ArrivingSource, arriving_sources, image_of
 from shardkeep.engine.filling import Chunks, Filler
-from shardkeep.engine.moves import Mover
 from shardkeep.engine.parallel import run_in_order
-from shardkeep.memory import Addresses, address_of
+from shardkeep.memory import Addresses, LazyAddresses, address_of
 from shardkeep.planner import (
     BytesWriteData,
     Image,
@@ -73,12 +72,14 @@ class Held:
     planner: SavePlanner
     """Knows their elements."""
 
-    def addresses(self) -> Addresses:
-        """Where in host memory each lies as it is stored, while the state stands still; or 0."""
-        return self.planner.addresses(self.items, self.rows)
+    def part(
+        self, which: Mask, sources: Sequence[Source] | None = None, *, still: bool = False
+    ) -> Chunks:
+        """Some of them, as they lie in the arena, and what they hold if that is elsewhere.
 
-    def part(self, which: Mask, sources: Sequence[Source] | None = None) -> Chunks:
-        """Some of them, as they lie in the arena, and what they hold if that is elsewhere."""
+        With `still` nothing is changed until they are copied: where it is in host memory, which is
+        quick to find, is all that need be known then.
+        """
         rows, planner, items = self.rows[which], self.planner, self.items
 
         def find(first: int, last: int) -> Sequence[Source]:
@@ -87,7 +88,12 @@ class Held:
                 return sources[first:last]
             return planner.sources(items, rows[first:last])
 
-        return Chunks(self.start[which], self.nbytes[which], self.itemsize[which], find)
+        def find_addresses(first: int, last: int) -> Addresses:
+            return planner.addresses(items, rows[first:last])
+
+        addresses = LazyAddresses(len(rows), find_addresses) if still else None
+        columns = self.start[which], self.nbytes[which], self.itemsize[which]
+        return Chunks(*columns, find, addresses=addresses)
 
 
 def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
@@ -161,25 +167,16 @@ class Snapshot:
         which: Mask,
         staging: Staging | None = None,
         sources: Sequence[Source] | None = None,
+        *,
+        still: bool = False,
     ) -> Copying:
-        """Some chunks, without which their units are not whole."""
-        filler = Filler(self.held.part(which, sources), staging)
-        return Copying(filler.fill, self._expect(which), staging)
-
-    def expect_memory(self, which: Mask) -> tuple[Copying, Mask]:
-        """Those of some chunks that are quick to find in host memory, before the state changes;
-        and which are left."""
-        address = self.held.addresses()
-        known = which & (address != 0)
-        mover = Mover(self.held.start[known], self.held.nbytes[known], address[known])
-        return Copying(mover.fill, self._expect(known), None), which & ~known
-
-    def _expect(self, which: Mask) -> Ints:
+        """Some chunks, without which their units are not whole; `still` as in `Held.part`."""
         held = self.held
+        filler = Filler(held.part(which, sources, still=still), staging)
         units = _units_of(held.start[which], held.nbytes[which], self.unit, len(self._missing))
         with self._changed:
             self._missing[units] += 1
-        return units
+        return Copying(filler.fill, units, staging)
 
     def copy(self, copying: Copying) -> None:
         """Copy chunks that are expected. What comes from a device is only begun."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import pairwise
 from types import TracebackType
 
@@ -25,7 +25,7 @@ from shardkeep.formats.native.header import Entry, chunk_entries, write_header
 from shardkeep.formats.native.index import IndexEntries
 from shardkeep.formats.native.layout import FilePlan
 from shardkeep.formats.native.names import CONTENT, CONTENT_KEY, DIGESTS, VALUES, entry_keys
-from shardkeep.memory import Addresses
+from shardkeep.memory import Addresses, LazyAddresses
 from shardkeep.planner import SavePlanner, WriteItems
 from shardkeep.stores.local import LocalStore, WriteFile, storage_errors
 
@@ -230,15 +230,13 @@ class RankChunks:
         image = self._planner.image(self.rows[rows], start, nbytes)
         if image is not None:
             return replace(chunks, image=image)
-        return replace(
-            chunks, addresses=lambda first, last: self.addresses[low + first : low + last]
-        )
+        mine = self.rows[rows]
 
-    @cached_property
-    def addresses(self) -> Addresses:
-        """Where each lies in host memory as it is stored, while the state stands still; or 0."""
-        self._planner.check_sources(self._items, self.rows)
-        return self._planner.addresses(self._items, self.rows)
+        def find(first: int, last: int) -> Addresses:
+            self._planner.check_sources(self._items, mine[first:last])
+            return self._planner.addresses(self._items, mine[first:last])
+
+        return replace(chunks, addresses=LazyAddresses(len(mine), find))
 
     def _sources(self, low: int, high: int) -> Sequence[Source]:
         return self._planner.sources(self._items, self.rows[low:high])
