@@ -578,3 +578,34 @@ def test_direct_reads_that_stop_within_a_block_go_on_otherwise(store, monkeypatc
         out = bytearray(8192)
         assert file.read_direct(memoryview(out), 0, 8192) == (8192, 1000)
         assert out == data
+
+
+@posix
+def test_threads_that_ask_first_get_the_same_answer(store, monkeypatch):
+    """While one finds out whether a file can be read directly, the others wait for what it finds:
+    they would read cold bytes through the page cache, at a fraction of the disk's rate."""
+    write(store, "a", os.urandom(8192))
+    asked, found = threading.Event(), threading.Event()
+
+    def align(fd):
+        asked.set()
+        assert found.wait(10)
+        return 4096
+
+    monkeypatch.setattr(reading, "direct_alignment", align)
+    monkeypatch.setattr(reading, "O_DIRECT", 0)
+    monkeypatch.setattr(reading, "is_cached", lambda fd, offset, nbytes: False)
+    answers = []
+    with contextlib.closing(store.open("a")) as file:
+        threads = [
+            threading.Thread(target=lambda: answers.append(file.is_cold(0, 8192))) for _ in range(4)
+        ]
+        threads[0].start()
+        assert asked.wait(10)
+        for thread in threads[1:]:
+            thread.start()
+        threads[1].join(0.1)
+        found.set()
+        for thread in threads:
+            thread.join()
+        assert answers == [True] * 4

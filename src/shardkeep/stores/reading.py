@@ -110,18 +110,22 @@ class ReadFile:
     def _open_direct(self) -> int:
         with self._lock:
             if self._direct is None:
-                self._direct = -1
-                align = direct_alignment(self.fd) if self.fd >= 0 else 0
-                if align:
-                    # The very file that is open, whatever has its name by now.
-                    with contextlib.suppress(OSError):
-                        flags = os.O_RDONLY | O_DIRECT | os.O_CLOEXEC
-                        fd = os.open(f"/proc/self/fd/{self.fd}", flags)
-                        self._alignment = align
-                        self._direct_closer = weakref.finalize(self, os.close, fd)
-                        self._direct_closer.atexit = False
-                        self._direct = fd
+                # Known to others only once it is: they would take this for a refusal meanwhile.
+                self._direct = self._try_direct()
             return self._direct
+
+    def _try_direct(self) -> int:
+        align = direct_alignment(self.fd) if self.fd >= 0 else 0
+        if align:
+            # The very file that is open, whatever has its name by now.
+            with contextlib.suppress(OSError):
+                flags = os.O_RDONLY | O_DIRECT | os.O_CLOEXEC
+                fd = os.open(f"/proc/self/fd/{self.fd}", flags)
+                self._alignment = align
+                self._direct_closer = weakref.finalize(self, os.close, fd)
+                self._direct_closer.atexit = False
+                return fd
+        return -1
 
     def _end_direct(self) -> None:
         """The descriptor stays until the file is closed: other threads may be reading from it."""
