@@ -23,7 +23,7 @@ from shardkeep.engine.arena import SEGMENT, Arena
 from shardkeep.engine.arriving import ArrivingSource, arriving_sources, image_of
 from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.parallel import run_in_order
-from shardkeep.memory import Addresses, LazyAddresses, address_of
+from shardkeep.memory import Addresses, address_of
 from shardkeep.planner import (
     BytesWriteData,
     Image,
@@ -88,12 +88,12 @@ class Held:
                 return sources[first:last]
             return planner.sources(items, rows[first:last])
 
-        def find_addresses(first: int, last: int) -> Addresses:
-            return planner.addresses(items, rows[first:last])
-
-        addresses = LazyAddresses(len(rows), find_addresses) if still else None
         columns = self.start[which], self.nbytes[which], self.itemsize[which]
-        return Chunks(*columns, find, addresses=addresses)
+        if not still:
+            return Chunks(*columns, find)
+        # All before the first is copied: threads that copy would wait for each other.
+        address = planner.addresses(items, rows)
+        return Chunks(*columns, find, addresses=lambda first, last: address[first:last])
 
 
 def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
