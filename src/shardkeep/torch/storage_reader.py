@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint import storage as dcp_storage
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.budget import checked_budget
 from shardkeep.engine.passing import pass_on
@@ -128,7 +129,8 @@ class StorageReader(dcp_storage.StorageReader):
             expect_digest=self.expect_digest,
             memory_budget=self.memory_budget,
         )
-        metadata = stored_metadata(native.read_metadata(), native.close)
+        with paused_collector():
+            metadata = stored_metadata(native.read_metadata(), native.close)
         self._native, self._metadata = native, metadata
         assert metadata.storage_meta is not None
         metadata.storage_meta.load_id = self.load_id
@@ -259,6 +261,7 @@ class StorageReader(dcp_storage.StorageReader):
         with contextlib.ExitStack() as stack:
 
             @torch.no_grad()
+            @paused_collector()  # targets are many objects without cycles
             def prepare() -> None:
                 native = stack.enter_context(self._opened())
                 self._read_objects(native, plan, planner)
