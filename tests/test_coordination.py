@@ -187,6 +187,24 @@ def stand_still(ranks, until):
     ranks._heart._post = post
 
 
+def note_standstill(ranks, lapse_s=0.9 * QUICK.gone_s):
+    """As if no sign of life had been given for so long, until now."""
+    ranks._heart._silence.longest = lapse_s
+
+
+class Losing:
+    """A control plane that does not answer this rank when it asks for a verdict."""
+
+    def __init__(self, control):
+        self._control = control
+
+    def __getattr__(self, name):
+        return getattr(self._control, name)
+
+    def get(self, key, timeout_s):
+        raise RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("where", ["at work", "moving bytes"])
 def test_a_rank_that_stood_still_learns_why_it_was_left(victim, where):
@@ -224,31 +242,45 @@ def test_a_rank_that_stood_still_learns_why_it_was_left(victim, where):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("again", [False, True], ids=["gone", "again"])
-def test_a_rank_that_stood_still_ends_no_call_that_the_others_left(victim, again):
+@pytest.mark.parametrize("others", ["gone", "in another", "unwinding", "there before"])
+def test_a_rank_that_stood_still_ends_no_call_that_the_others_left(victim, others):
     """Not even where it finds all it needs when it wakes, as others who wait to be connected, in a
-    call that ends with that; and whether or not they are in another call by then."""
+    call that ends with that; wherever they are by then; nor where they were seen to be there after
+    it had stood still before, and for longer."""
     came, told, wake = [threading.Event() for _ in range(3)], {}, threading.Event()
-    others = threading.Barrier(2, wake.set)
+    ended, left = threading.Event(), threading.Barrier(2, wake.set)
 
     def work(ranks):
-        connect = ranks._connect
+        connect, is_victim = ranks._connect, ranks.rank == victim
 
         def meet(name):
-            if ranks.rank == victim:
+            if is_victim:
                 stand_still(ranks, wake)
             came[ranks.rank].set()
             assert all(one.wait(20) for one in came)
             return connect(name)
 
+        def stand_still_before():
+            if is_victim and others == "there before":
+                note_standstill(ranks, 10 * QUICK.gone_s)
+
         ranks._connect = meet
         begun = time.monotonic()
-        with pytest.raises(RankError) as caught:
-            ranks.agree("first", lambda: None)
+        with contextlib.ExitStack() as after:
+            if is_victim:
+                after.callback(ended.set)
+            caught = after.enter_context(pytest.raises(RankError))
+            with ranks.call("first"):
+                try:
+                    ranks.agree("step", stand_still_before)
+                finally:
+                    if others == "unwinding" and not is_victim:
+                        left.wait(20)
+                        assert ended.wait(20)
         told[ranks.rank] = caught.value, time.monotonic() - begun
-        if ranks.rank != victim:
-            with ranks.call("second") if again else contextlib.nullcontext():
-                others.wait(20)
+        if not is_victim and others != "unwinding":
+            with ranks.call("second") if others == "in another" else contextlib.nullcontext():
+                left.wait(20)
                 assert came[victim].wait(20)
                 time.sleep(2 * QUICK.look_s)
 
@@ -313,21 +345,64 @@ def test_who_loses_the_plane_says_why_it_left():
 
 def test_a_coordinator_that_stood_still_asks_who_is_there():
     """It held the store: another posted its outcome, got no answer, and has left meanwhile."""
-    lost = RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
 
     def work(ranks):
         def stand_still():
             if ranks.rank == 0:
-                ranks._heart._worst = 0.9 * QUICK.gone_s
-
-        def lose(key, timeout_s):
-            raise lost
+                note_standstill(ranks)
 
         with ranks.call("load"):
             ranks.agree("first", lambda: None)
             if ranks.rank == 1:
-                ranks._control.get = lose
+                ranks._control = Losing(ranks._control)
             ranks.agree("last", stand_still)
+
+    for error in outcomes(2, work):
+        assert isinstance(error, RankError)
+        assert dict(error.failures) == {0: "gone: store host"}
+
+
+def test_a_coordinator_that_stands_still_again_asks_again():
+    """That all were there after the first time says nothing of the second, however short it was."""
+
+    def work(ranks):
+        def stand_still(lapse_s):
+            if ranks.rank == 0:
+                note_standstill(ranks, lapse_s)
+
+        with ranks.call("load"):
+            ranks.agree("first", lambda: stand_still(QUICK.gone_s))
+            if ranks.rank == 1:
+                ranks._control = Losing(ranks._control)
+            ranks.agree("last", lambda: stand_still(0.9 * QUICK.gone_s))
+
+    for error in outcomes(2, work):
+        assert isinstance(error, RankError)
+        assert dict(error.failures) == {0: "gone: store host"}
+
+
+def test_a_coordinator_that_stood_still_knows_who_is_about_to_leave():
+    """Hearts beat until their ranks are out of the call, which may take long."""
+    leaving, asked = threading.Event(), threading.Event()
+
+    def work(ranks):
+        def stand_still():
+            if ranks.rank == 0:
+                assert leaving.wait(20)
+                note_standstill(ranks)
+
+        with ranks.call("load"):
+            ranks.agree("first", lambda: None)
+            if ranks.rank == 1:
+                ranks._control = Losing(ranks._control)
+            try:
+                ranks.agree("last", stand_still)
+            finally:
+                if ranks.rank == 0:
+                    asked.set()
+                else:
+                    leaving.set()
+                    assert asked.wait(20)
 
     for error in outcomes(2, work):
         assert isinstance(error, RankError)
@@ -340,15 +415,12 @@ def test_a_coordinator_that_stood_still_hears_of_nobody_who_is_in_another_call()
     def work(ranks):
         def stand_still():
             if ranks.rank == 0:
-                ranks._heart._worst = 0.9 * QUICK.gone_s
-
-        def lose(key, timeout_s):
-            raise RankError("rank 0 (store host) is gone", failures={0: "gone: store host"})
+                note_standstill(ranks)
 
         with ranks.call("load"):
             ranks.agree("first", lambda: None)
             if ranks.rank == 1:
-                ranks._control.get = lose
+                ranks._control = Losing(ranks._control)
                 stop = ranks._heart.stop
                 ranks._heart.stop = lambda left: stop([])
             ranks.agree("last", stand_still)
@@ -363,7 +435,7 @@ def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
     def work(ranks):
         def stand_still():
             if ranks.rank == 0:
-                ranks._heart._worst = 0.9 * QUICK.gone_s
+                note_standstill(ranks)
 
         begun = time.monotonic()
         with ranks.call("load"):
@@ -376,12 +448,21 @@ def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
         assert QUICK.beat_s < took < 60 * QUICK.beat_s
 
 
+def test_a_coordinator_that_stood_still_commits_where_all_are_there():
+    def work(ranks):
+        with ranks.call("save"):
+            ranks.agree("write", lambda: None if ranks.rank else note_standstill(ranks))
+            ranks.agree("commit", lambda: None if ranks.rank else ranks.may_commit())
+
+    assert outcomes(2, work) == [None, None]
+
+
 def test_bytes_that_do_not_flow_after_a_rank_stood_still():
     """The others went on without it, and say nothing of it any more."""
 
     def work(ranks):
         def move(bulk):
-            ranks._heart._worst = 0.9 * QUICK.gone_s
+            note_standstill(ranks)
             raise RuntimeError("Connection closed by peer")
 
         with ranks.call("load"):
@@ -415,7 +496,7 @@ def test_a_coordinator_without_heartbeats_commits_nothing():
             ranks.agree("all here", lambda: None)
             if ranks.rank == 0:
                 ranks.may_commit()
-                ranks._heart._worst = 0.9 * QUICK.gone_s
+                note_standstill(ranks)
                 with pytest.raises(RankError, match="nothing was committed"):
                     ranks.may_commit()
 
@@ -428,7 +509,7 @@ def test_a_coordinator_that_stood_still_during_the_claim_commits_nothing():
     def work(ranks):
         def stopped_in_claim(key, value):
             standing = claim(key, value)
-            ranks._heart._worst = 0.9 * QUICK.gone_s
+            note_standstill(ranks)
             return standing
 
         claim, ranks._control.claim = ranks._control.claim, stopped_in_claim
@@ -452,7 +533,7 @@ def test_a_coordinator_that_stood_still_while_it_committed_says_so():
         def commit():
             if ranks.rank == 0:
                 ranks.may_commit()
-                ranks._heart._worst = 0.9 * QUICK.gone_s
+                note_standstill(ranks)
 
         with ranks.call("save"):
             ranks.agree("commit", commit)
@@ -525,7 +606,7 @@ def test_a_heart_beats_while_in_a_call():
     heart.advance(100)
     time.sleep(0.3)
     heart.posted(2)
-    assert heart.lapsed_s() < 0.3
+    assert heart.stood_still_s() == 0
     heart.stop([])
     count = len(posted)
     assert count >= 4
@@ -541,11 +622,13 @@ def test_a_heart_beats_while_in_a_call():
 
 def test_a_heart_notices_that_it_stood_still():
     def slow(data):
-        time.sleep(0.4)
+        time.sleep(0.9 * QUICK.gone_s)
 
     heart = Heart(slow, QUICK)
     heart.start(0, 30.0)
-    assert heart.lapsed_s() >= 0.4
+    assert heart.stood_still_s() >= 0.9 * QUICK.gone_s
+    heart.forget_standstill()
+    assert heart.stood_still_s() == 0
     heart.stop([])
 
 

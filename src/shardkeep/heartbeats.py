@@ -24,6 +24,8 @@ __all__ = ["Beat", "Heart", "Patience", "Watch", "default_timeout_s"]
 
 DEFAULT_TIMEOUT_S = 600.0
 TIMEOUT_VARIABLE = "SHARDKEEP_TIMEOUT_S"
+DOUBT = 0.8
+"""The part of `gone_s` without a beat after which a rank may have been given up."""
 
 
 def default_timeout_s() -> float:
@@ -77,6 +79,24 @@ class Beat(msgspec.Struct, array_like=True):
     """None inside the call; empty once it ended well; else why this rank left it."""
 
 
+class _Silence:
+    """The time between beats, from some instant on."""
+
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+        self.longest = 0.0
+
+    def until_now(self) -> float:
+        """The longest there was."""
+        return max(self.longest, time.monotonic() - self.last)
+
+    def end(self) -> None:
+        """A beat was posted."""
+        now = time.monotonic()
+        self.longest = max(self.longest, now - self.last)
+        self.last = now
+
+
 class Heart:
     """Posts this rank's beats, from a thread that lives as long as a call."""
 
@@ -87,14 +107,12 @@ class Heart:
         self._beat = Beat(0, -1, 0, -1, [])
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._last = 0.0
-        self._worst = 0.0
+        self._silence = _Silence()
 
     def start(self, call: int, timeout_s: float) -> None:
         """Enter a call."""
         self._stop = threading.Event()
-        self._last = time.monotonic()
-        self._worst = 0.0
+        self._silence = _Silence()
         with self._lock:
             self._beat.call = call
             self._beat.posted = -1
@@ -115,14 +133,10 @@ class Heart:
         with self._lock:
             if stop is not None and stop.is_set():
                 return
+            silence = self._silence
             self._beat.count += 1
             self._post(msgspec.msgpack.encode(self._beat))
-            self._note_gap()
-
-    def _note_gap(self) -> None:
-        now = time.monotonic()
-        self._worst = max(self._worst, now - self._last)
-        self._last = now
+            silence.end()
 
     def advance(self, amount: int = 1) -> None:
         """Progress was made; cheap, and seen by others with the next beat."""
@@ -133,9 +147,17 @@ class Heart:
         self._beat.posted = step
         self._beat.progress += 1
 
-    def lapsed_s(self) -> float:
-        """The longest this rank has been without a sign of life in this call, until now."""
-        return max(self._worst, time.monotonic() - self._last)
+    def stood_still_s(self) -> float:
+        """The longest this rank was without a sign of life, if others may have given it up; else 0.
+
+        Since the call began, or since what was before was forgotten.
+        """
+        longest = self._silence.until_now()
+        return longest if longest > DOUBT * self._patience.gone_s else 0.0
+
+    def forget_standstill(self) -> None:
+        """The others are asked now whether they are there: only what comes is in doubt."""
+        self._silence = _Silence()
 
     def stop(self, left: list[Failure]) -> None:
         """Leave the call, and say why."""
@@ -214,6 +236,11 @@ class Watch:
             elif failure is not None:
                 found.append(failure)
         return list({failure.rank: failure for failure in found}.values())
+
+    def look_for_all(self) -> list[Failure]:
+        """Like `look`, and who is not in the call any more, be it that they are in another one."""
+        text = f"ended the call while the others were in {self._phase!r}"
+        return self.look() or [Failure(rank, "gone", text) for rank in self.left]
 
     def counts(self) -> dict[int, int]:
         """How many beats each rank had posted when it was last looked at."""

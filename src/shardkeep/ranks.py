@@ -41,8 +41,6 @@ class _Verdict(msgspec.Struct, array_like=True):
 
 _SMALL = 4096
 """Bytes that may travel in a verdict."""
-_LAPSE = 0.8
-"""The part of `gone_s` without a beat after which the coordinator commits nothing."""
 
 
 class Ranks:
@@ -89,7 +87,11 @@ class Ranks:
     @contextlib.contextmanager
     def _in_call(self) -> Iterator[None]:
         if self._call is not None:
-            yield
+            try:
+                yield
+            except BaseException as error:
+                self._tell_given_up(self._call, error)  # before all is unwound: that may take long
+                raise
             return
         call = self._call = _Call(next(self._calls))
         left: list[Failure] = []
@@ -99,8 +101,7 @@ class Ranks:
             self._ask_back(call)
             self._ended = call.number
         except BaseException as error:
-            left = call.failures or blamed(error) or [describe(error, self.rank)]
-            self._tell_given_up(call, left)
+            left = self._tell_given_up(call, error) or [describe(error, self.rank)]
             self._drop_bulk()
             raise
         finally:
@@ -127,11 +128,16 @@ class Ranks:
                 if left_by < expected or self._is_awaited:
                     self._old_keys = []  # somebody may still read them
 
-    def _tell_given_up(self, call: _Call, left: list[Failure]) -> None:
-        """Say that the call is left because of a rank that may only have stood still."""
+    def _tell_given_up(self, call: _Call, error: BaseException) -> list[Failure]:
+        """Say that the call is left, if it is because of a rank that may only have stood still.
+
+        Returns what is known of ranks.
+        """
+        left = call.failures or blamed(error)
         if any(failure.is_silent for failure in left):
             with contextlib.suppress(RankError):
                 self._control.set(f"{call.number}/lost", msgspec.msgpack.encode(left))
+        return left
 
     def _ask_back(self, call: _Call) -> None:
         """Raise why the others left this call, if this rank stood still in it.
@@ -139,11 +145,10 @@ class Ranks:
         Not every call ends with a verdict. Bytes that were on their way when this rank was given up
         are there when it wakes; in the next call it would wait for others who never come.
         """
-        lapse = self._heart.lapsed_s()
-        if lapse <= max(call.confirmed, _LAPSE * self.patience.gone_s):
+        if not self._heart.stood_still_s():
             return
         with contextlib.suppress(RankError):  # with the plane all are gone who could tell
-            # Who is giving this rank up just now mostly says so before the next look.
+            # Who is giving this rank up just now says so before the next look.
             call.failures = self._told_given_up(call, self.patience.look_s)
         if call.failures:
             raise merge_failures(call.failures)
@@ -203,21 +208,20 @@ class Ranks:
         """
         call = self._call
         assert call is not None
-        self._check_lapse()
+        self._check_standstill()
         if self._control.claim(f"{call.number}/commit", b"commit") != b"commit":
             raise RankError(
                 "the other ranks gave rank 0 up before it could commit; nothing was committed"
             )
         # A plane that stood still with this process has let it claim what the others gave up.
-        self._check_lapse()
+        self._check_standstill()
         call.claimed = True
 
-    def _check_lapse(self) -> None:
-        lapse = self._heart.lapsed_s()
-        if lapse > _LAPSE * self.patience.gone_s:
+    def _check_standstill(self) -> None:
+        if stood_s := self._heart.stood_still_s():
             raise RankError(
-                f"rank 0 was without a sign of life for {lapse:.0f} s, so that the other ranks may "
-                "have given it up; nothing was committed"
+                f"rank 0 was without a sign of life for {stood_s:.0f} s, so that the other ranks "
+                "may have given it up; nothing was committed"
             )
 
     def _outcome(
@@ -308,7 +312,7 @@ class Ranks:
             if counted % FAILED >= enough:
                 break
             self._heart.advance()
-            failures = watch.look() or _ended(watch, phase)
+            failures = watch.look_for_all()
             if failures:
                 break
         failed = counted // FAILED - call.failed
@@ -319,29 +323,35 @@ class Ranks:
             posted = self._await_posted(keys, failed)
             told = {failure.rank: failure for failure in posted}
             failures = [*told.values(), *(f for f in failures if f.rank not in told)]
-        lapse = self._heart.lapsed_s()
-        if not failures and call.claimed and lapse > _LAPSE * self.patience.gone_s:
-            text = (
-                f"was without a sign of life for {lapse:.0f} s while it was committing, so that "
-                "the others may have given it up: the checkpoint is whole if it exists"
-            )
-            failures = [Failure(0, "gone", text)]
-        if not failures and lapse > max(call.confirmed, _LAPSE * self.patience.gone_s):
-            call.confirmed = lapse
-            failures = self._confirm(watch, phase)
+        failures = failures or self._look_after_standstill(call, watch)
         if failures:
             return _Verdict(failures)
         apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
         return _Verdict(connect=apart > 0, word=word)
 
-    def _confirm(self, watch: Watch, phase: str) -> list[Failure]:
-        """After this rank stood still: who of the others has left since it posted its outcome.
+    def _look_after_standstill(self, call: _Call, watch: Watch) -> list[Failure]:
+        """What came of it that this rank stood still, if it did since the others were seen last."""
+        while stood_s := self._heart.stood_still_s():
+            if call.claimed:
+                text = (
+                    f"was without a sign of life for {stood_s:.0f} s while it was committing, so "
+                    "that the others may have given it up: the checkpoint is whole if it exists"
+                )
+                return [Failure(0, "gone", text)]
+            self._heart.forget_standstill()
+            failures = self._find_who_left(call, watch)
+            if failures:
+                return failures
+        return []
+
+    def _find_who_left(self, call: _Call, watch: Watch) -> list[Failure]:
+        """Wait for a sign of life from all others, or for one that has left or is about to.
 
         Where the plane stood still too, they could not say so, and what they posted comes only now.
         """
         begun, before = time.monotonic(), None
         while True:
-            failures = watch.look() or _ended(watch, phase)
+            failures = watch.look_for_all() or self._told_given_up(call)
             now = watch.counts()
             if failures or (before is not None and all(now[rank] > before[rank] for rank in now)):
                 return failures
@@ -381,9 +391,7 @@ class Ranks:
 
         def tick() -> None:
             self._heart.advance()
-            call.failures = watch.look(bulk=True)
-            if watch.left and not call.failures:  # well, or for another call
-                call.failures = self._told_given_up(call)
+            call.failures = watch.look(bulk=True) or self._told_given_up(call)
             if call.failures:
                 raise merge_failures(call.failures)
 
@@ -408,11 +416,10 @@ class Ranks:
             return found
         text = f"exchange of bytes failed in {phase!r} though every rank is alive: {error}"
         failure = Failure(self.rank, type(error).__qualname__, text)
-        lapse = self._heart.lapsed_s()
-        if lapse > _LAPSE * self.patience.gone_s:  # they have gone on to another call since
+        if stood_s := self._heart.stood_still_s():  # they have gone on to another call since
             text = (
-                f"was without a sign of life for {lapse:.0f} s, so that the others may have given "
-                f"it up; the exchange of bytes failed in {phase!r}: {error}"
+                f"was without a sign of life for {stood_s:.0f} s, so that the others may have "
+                f"given it up; the exchange of bytes failed in {phase!r}: {error}"
             )
             failure = Failure(self.rank, "gone", text)
         call.failures = [failure]
@@ -467,12 +474,6 @@ def _same_for_all(parts: Sequence[bytes]) -> bytes | None:
     return parts[0] if all(part is parts[0] for part in parts) else None
 
 
-def _ended(watch: Watch, phase: str) -> list[Failure]:
-    """Ranks that are not in the call any more, be it that they are in another one."""
-    text = f"ended the call while the others were in {phase!r}"
-    return [Failure(rank, "gone", text) for rank in watch.left]
-
-
 class _Call:
     """One collective call, as far as it has come."""
 
@@ -487,8 +488,6 @@ class _Call:
         """Why the call failed, once ranks agree on that."""
         self.claimed = False
         """Whether the coordinator may commit, or has."""
-        self.confirmed = 0.0
-        """Seconds this rank stood still, after which the others were seen to be there."""
         self.failed = 0
         """How many failed outcomes the coordinator has accounted for."""
 
