@@ -522,3 +522,53 @@ def test_the_host_of_the_store_dies(processes, tmp_path):
     )
     check_others(outcomes, 0, "rank 0 (store host) is gone")
     check_whole(tmp_path)
+
+
+def locked_store(rank, folder):
+    """The store of the job is a file; rank 1 stops while it has locked it, and rank 2 fails."""
+    import fcntl
+
+    import torch.distributed as dist
+
+    path = f"{folder}/store"
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+    ranks = coordinator(patience=Patience(beat_s=0.25, gone_s=1.0, linger_s=0.2))
+
+    def await_path(path):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+
+    def work():
+        os.mkdir(f"{folder}/{rank}")
+        if rank == 1:
+            for other in (0, 2):
+                await_path(f"{folder}/{other}")
+            with open(path) as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                os.mkdir(f"{folder}/locked")
+                os.kill(os.getpid(), signal.SIGSTOP)
+        await_path(f"{folder}/locked")
+        if rank == 2:
+            raise ValueError("disk on fire")
+
+    def together():
+        with ranks.call("save"):
+            ranks.agree("first", lambda: None)
+            ranks.agree("second", work)
+
+    error, took = attempt(together)
+    begun = time.monotonic()
+    ranks.close()
+    return error, took, time.monotonic() - begun
+
+
+def test_a_store_that_a_stopped_rank_has_locked(processes, tmp_path):
+    outcomes = processes.outcomes(3, locked_store, str(tmp_path), timeout_s=20, init=False)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.log
+        error, took, closing = outcome.value
+        assert isinstance(error, RankError), error
+        assert "the job's store does not answer" in str(error)
+        assert not error.failures  # nobody can tell whose lock it is
+        assert took < BOUND_S
+        assert closing < BOUND_S

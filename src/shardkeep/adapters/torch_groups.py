@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 from torch.distributed import distributed_c10d as c10d
 
 from shardkeep.errors import PlanError, RankError
@@ -41,6 +42,9 @@ DESTROYED = (
 
 CONNECT_S = 60.0
 """How long a connection may take, to the store or between ranks: names are looked up on the way."""
+
+LAST_WORD_S = 1.0
+"""How long a post to a file may take that was locked for long before."""
 
 _NO_TAG = (1 << 31) - 1
 """Of messages that nobody sends."""
@@ -78,6 +82,13 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in c10d._world.pg_map
 
 
+def _is_file(store: Any) -> bool:
+    """Whether nobody hosts the store."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, FileStore)
+
+
 class TorchRanks(Ranks):
     """The ranks of a process group. Rank is the one within the group.
 
@@ -98,8 +109,8 @@ class TorchRanks(Ranks):
         names = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         session = f"shardkeep/{names}.{_made[ranks]}"
         _made[ranks] += 1
-        host = ranks.index(0) if 0 in ranks else None
         store = c10d._get_default_store()
+        host = ranks.index(0) if 0 in ranks and not _is_file(store) else None
         self._line = _StoreLine(store, session, host, len(ranks), patience.gone_s)
         rank = ranks.index(dist.get_rank())
         super().__init__(rank, len(ranks), self._line, self._connect_gloo, timeout_s, patience)
@@ -132,6 +143,9 @@ class _StoreLine:
     One is for what waits: its calls run on a thread, because the store's client has no deadline
     when its host is stopped. The other is for posts, which do not wait for an answer. Neither is
     the user's, whose threads may block theirs for half an hour.
+
+    A store that is a file has no host, but a lock that any rank may hold when it is stopped: posts
+    run on a thread too.
     """
 
     def __init__(
@@ -139,6 +153,7 @@ class _StoreLine:
     ) -> None:
         """`host` is the rank whose process holds the store, if it is one of ours."""
         self._job_store = store
+        self._is_file = _is_file(store)
         self._session = session
         self._host = host
         self._gone_s = gone_s
@@ -151,10 +166,12 @@ class _StoreLine:
 
     def connection(self, prefix: str = "") -> Any:
         """A connection of its own to the store, under a prefix."""
-        try:
-            store = self._job_store.clone()
-        except (AttributeError, NotImplementedError, RuntimeError):
-            store = self._job_store  # an exotic store: share its client
+        store = self._job_store
+        # A clone of a file waits for the lock once more when it is let go of, and all threads of
+        # the process with it. An exotic store cannot be cloned.
+        if not self._is_file:
+            with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+                store = store.clone()
         prefix = f"{self._session}/{prefix}" if prefix else self._session
         return c10d.PrefixStore(prefix, store)
 
@@ -175,27 +192,20 @@ class _StoreLine:
         return self._within(self._gone_s, lambda: work(self._asking))
 
     def _within(self, limit_s: float, work: Callable[[], T]) -> T:
-        deadline = time.monotonic() + limit_s
-        waited = 0.0
-        tick_s = min(1.0, limit_s / 6)
-
-        def tick() -> None:
-            # Counted in ticks: a process that was itself stopped has not waited.
-            nonlocal waited
-            waited += tick_s
-            if waited >= limit_s and time.monotonic() >= deadline:
-                raise TimeoutError(f"no answer within {limit_s:g} s")
-
         try:
-            return self._helper.run(work, tick, tick_s)
+            return _run_within(limit_s, work, self._helper)
         except (RuntimeError, OSError) as error:
             raise self._lose(error) from error
 
     def _lose(self, error: Exception) -> RankError:
         self._lost = error
-        who = "global rank 0" if self._host is None else f"rank {self._host}"
+        who = "global rank 0 (store host)"
+        if self._host is not None:
+            who = f"rank {self._host} (store host)"
+        elif self._is_file:
+            who = "a rank that has locked the file of the job's store"
         lost = RankError(
-            f"{who} (store host) is gone: the job's store does not answer",
+            f"{who} is gone: the job's store does not answer",
             failures={} if self._host is None else {self._host: "gone: store host"},
         )
         lost.add_note(f"{type(error).__qualname__}: {error}")
@@ -204,9 +214,17 @@ class _StoreLine:
     # --- the plane
 
     def set(self, key: str, value: bytes) -> None:
-        """Post without waiting for an answer."""
+        """Post without waiting for an answer; to a store that is lost too, which may come back."""
+        post = functools.partial(self._posting.set, key, value)
         try:
-            self._posting.set(key, value)
+            if not self._is_file:
+                post()
+                return
+            helper = Helper()  # of this call alone: any thread may post
+            try:
+                _run_within(self._gone_s if self._lost is None else LAST_WORD_S, post, helper)
+            finally:
+                helper.stop()
         except (RuntimeError, OSError) as error:
             raise self._lose(error) from error
 
@@ -286,6 +304,21 @@ class _StoreLine:
         """Hang up; `open` begins anew."""
         self._helper.stop()
         self._asking = self._posting = None
+
+
+def _run_within(limit_s: float, work: Callable[[], T], helper: Helper) -> T:
+    deadline = time.monotonic() + limit_s
+    waited = 0.0
+    tick_s = min(1.0, limit_s / 6)
+
+    def tick() -> None:
+        # Counted in ticks: a process that was itself stopped has not waited.
+        nonlocal waited
+        waited += tick_s
+        if waited >= limit_s and time.monotonic() >= deadline:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+
+    return helper.run(work, tick, tick_s)
 
 
 def _waiting(work: Callable[..., T]) -> Callable[..., T]:
