@@ -426,10 +426,12 @@ _CONNECTING = {*_CLIENT, "native", "pipe", "anon_inode"}
 
 def spared(case, rank, points):
     """What may stay for a while, and is not waited for: torch's client of a store that does not
-    answer, and gloo's attempt to connect to a rank that has stopped, or died meanwhile. And where
-    the store is, the connections of one that has stopped."""
+    answer, or died before it was first connected to, and gloo's attempt to connect to a rank that
+    has stopped, or died meanwhile. And where the store is, the connections of one that has
+    stopped."""
     if case.what == "kill":
-        return _CONNECTING if points.connecting else set()
+        first = case.store == "rank 0" and case.victim == 0 and not points.seen
+        return _CONNECTING if points.connecting else _CLIENT if first else set()
     if case.what not in ("stop", "wake", "pause", "cut"):
         return set()
     if not any(label.startswith("move") for label in points.seen):
