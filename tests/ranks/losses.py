@@ -135,6 +135,8 @@ class Points:
         """How many points were passed by then."""
         self.connecting = False
         """Whether gloo is about to connect to all ranks."""
+        self.opening = False
+        """Whether torch's client is about to connect to the store."""
         self._lock = threading.Lock()
 
     def arm(self):
@@ -190,6 +192,15 @@ def group(points):
                 return total
 
             self._line.add = add
+            connect = self._line.connection
+
+            def connection(*prefix):
+                points.opening = True
+                made = connect(*prefix)
+                points.opening = False
+                return made
+
+            self._line.connection = connection
 
         def _outcome(self, phase, work, tell=None):
             def passing_by():
@@ -426,12 +437,10 @@ _CONNECTING = {*_CLIENT, "native", "pipe", "anon_inode"}
 
 def spared(case, rank, points):
     """What may stay for a while, and is not waited for: torch's client of a store that does not
-    answer, or died before it was first connected to, and gloo's attempt to connect to a rank that
-    has stopped, or died meanwhile. And where the store is, the connections of one that has
-    stopped."""
+    answer, or died while it was connected to, and gloo's attempt to connect to a rank that has
+    stopped, or died meanwhile. And where the store is, the connections of one that has stopped."""
     if case.what == "kill":
-        first = case.store == "rank 0" and case.victim == 0 and not points.seen
-        return _CONNECTING if points.connecting else _CLIENT if first else set()
+        return _CONNECTING if points.connecting else _CLIENT if points.opening else set()
     if case.what not in ("stop", "wake", "pause", "cut"):
         return set()
     if not any(label.startswith("move") for label in points.seen):
