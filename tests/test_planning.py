@@ -498,6 +498,15 @@ def test_memory_formats_are_told_apart(saver):
         assert found["y"].metadata.properties.memory_format == "contiguous_format"
 
 
+def test_tensors_that_are_not_contiguous_among_many_need_no_new_plan(saver):
+    """They are looked at some at a time as they are written, and are what they were."""
+    state = {str(number): torch.full((3,), number) for number in range(600)}
+    state["300"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert not saver(state)
+    assert saver(state)
+    assert same(state, saver.stored())
+
+
 class DerivedWriter(shardkeep.NativeWriter):
     planned = 0
 

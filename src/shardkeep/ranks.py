@@ -101,7 +101,7 @@ class Ranks:
             self._ask_back(call)
             self._ended = call.number
         except BaseException as error:
-            left = self._tell_given_up(call, error) or [describe(error, self.rank)]
+            left = self._tell_given_up(call, error)
             self._drop_bulk()
             raise
         finally:
@@ -129,12 +129,15 @@ class Ranks:
                     self._old_keys = []  # somebody may still read them
 
     def _tell_given_up(self, call: _Call, error: BaseException) -> list[Failure]:
-        """Say that the call is left, if it is because of a rank that may only have stood still.
+        """Say that the call is left, if it is because of a rank that may only have stood still, or
+        of the plane, with which one of them may have.
 
-        Returns what is known of ranks.
+        Returns why it is left.
         """
-        left = call.failures or blamed(error)
-        if any(failure.is_silent for failure in left):
+        known = call.failures or blamed(error)
+        left = known or [describe(error, self.rank)]
+        lost_plane = isinstance(error, RankError) and not known
+        if lost_plane or any(failure.is_silent for failure in left):
             with contextlib.suppress(RankError):
                 self._control.set(f"{call.number}/lost", msgspec.msgpack.encode(left))
         return left

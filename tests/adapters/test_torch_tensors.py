@@ -339,3 +339,37 @@ def test_blocks_go_to_memory_of_any_type():
 def test_elements_that_torch_lacks():
     with pytest.raises(UnsupportedValueError, match="torch has no dtype int4"):
         TorchTensors().from_numpy(np.zeros(2, np.uint8), lookup("int4"))
+
+
+def test_what_is_seen_of_a_tensor_does_not_depend_on_those_beside_it():
+    """A save looks at all tensors, and again at some of them when these are written."""
+    plain = torch.ones(2, 3, 4, 5)
+    tensors = [
+        plain,
+        plain.to(memory_format=torch.channels_last),
+        plain.transpose(2, 3),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.ones(0),
+    ]
+    together = TorchTensors().glances(tensors)
+    assert together == [TorchTensors().glances([one])[0] for one in tensors]
+    assert together[0] != together[1]
+
+
+@pytest.mark.parametrize("snapshot", ["eager", "lazy"])
+def test_tensors_that_lie_in_other_ways_are_saved_again(tmp_path, snapshot):
+    """Some are found by their address and some are not, each by itself or with others."""
+    state = {
+        "a": torch.randn(100, dtype=torch.complex64).conj(),
+        "b": torch.randn(100, dtype=torch.complex64),
+        "c": torch.randn(100, dtype=torch.complex64).conj(),
+        "d": torch.randn(10, 10, dtype=torch.complex64).t(),
+    }
+    with shardkeep.Checkpointer() as keeper:
+        for number in range(3):
+            state["b"] += 1
+            keeper.async_save(state, tmp_path / str(number), snapshot=snapshot).result(60)
+            found = shardkeep.open(tmp_path / str(number)).state_dict()
+            for name, tensor in state.items():
+                assert np.array_equal(found[name], tensor.resolve_conj().numpy()), name

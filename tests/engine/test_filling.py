@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from shardkeep import memory
 from shardkeep.arrays import HostSource
-from shardkeep.engine.filling import Chunks, Filler
+from shardkeep.engine.filling import FEW_GAPS, Chunks, Filler
 from shardkeep.memory import LazyAddresses, address_of
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.booleans()), max_size=12),
+    st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3), st.booleans()), max_size=40),
     st.integers(1, 64),
 )
 def test_known_and_unknown_chunks_come_to_their_places(chunks, unit):
@@ -52,7 +52,10 @@ def test_known_and_unknown_chunks_come_to_their_places(chunks, unit):
     for low in range(0, end, unit):
         filler.fill(low, min(low + unit, end), found[low : low + unit])
     assert found.tobytes() == wanted.tobytes()
-    assert set(asked) == set(np.flatnonzero(address == 0).tolist())
+    unknown = set(np.flatnonzero(address == 0).tolist())
+    assert unknown <= set(asked)
+    if len(unknown) <= FEW_GAPS:
+        assert unknown == set(asked)
 
 
 def test_addresses_are_found_as_they_are_needed(monkeypatch):

@@ -75,10 +75,11 @@ class TorchTensors:
         """Everything that `form` looks at."""
         try:
             # Without a loop of ours: this is done for every tensor of every save.
-            contiguous: list[object] = list(map(_is_contiguous, values))
-            if not all(contiguous):
-                contiguous = [_memory_format(value) for value in values]
-            return list(zip(map(_LOOKS, values), contiguous, strict=True))
+            # Whatever they are asked beside: some of them may be asked again by themselves.
+            formats = ["contiguous_format"] * len(values)
+            if not all(map(_is_contiguous, values)):
+                formats = [_memory_format(value) for value in values]
+            return list(zip(map(_LOOKS, values), formats, strict=True))
         except Exception:
             # Some tensors, such as nested ones, refuse to be asked.
             return [None] * len(values)

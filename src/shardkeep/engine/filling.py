@@ -30,6 +30,8 @@ __all__ = ["SMALL", "Chunks", "Filler"]
 
 SMALL = 32 << 10
 """Chunks up to this size are copied many at a time: below it, a copy costs less than its call."""
+FEW_GAPS = 8
+"""Runs of chunks without an address in a unit: with more of them, all are asked for together."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +83,16 @@ class Filler:
             address = chunks.addresses(first, last)
             known = np.flatnonzero(address)
             rows = first + known
-            Mover(chunks.start[rows], chunks.nbytes[rows], address[known]).fill(
-                low, low + len(data), data
-            )
             edges = np.concatenate([[first - 1], rows, [last]])
-            for gap in np.flatnonzero(np.diff(edges) > 1).tolist():
-                self._fill_sources(int(edges[gap]) + 1, int(edges[gap + 1]), low, data)
-        else:
-            self._fill_sources(first, last, low, data)
+            gaps = np.flatnonzero(np.diff(edges) > 1).tolist()
+            if len(gaps) <= FEW_GAPS:
+                Mover(chunks.start[rows], chunks.nbytes[rows], address[known]).fill(
+                    low, low + len(data), data
+                )
+                for gap in gaps:
+                    self._fill_sources(int(edges[gap]) + 1, int(edges[gap + 1]), low, data)
+                return
+        self._fill_sources(first, last, low, data)
 
     def _fill_sources(self, first: int, last: int, low: int, data: Bytes) -> None:
         """The same for chunks whose address is not known."""
