@@ -14,7 +14,7 @@ from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.errors import PlanError
 from shardkeep.global_plan import join_plans, sort_keys
 from shardkeep.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from shardkeep.planner import Place, SavePlan, TensorWriteData, WriteItem
+from shardkeep.planner import Place, SavePlan, TensorWriteData, WriteItem, WriteItems
 from shardkeep.sharding import ShardedArray
 from shardkeep.tables import TensorTable
 from shardkeep.wire import (
@@ -139,6 +139,75 @@ def test_every_element_is_written_once_by_a_holder(world, split_bytes):
     assert list(joined.values.names) == ["step"]
 
 
+@st.composite
+def sharing_worlds(draw):
+    """Plain arrays and values that any ranks hold, in any order; some arrays are tied, and some
+    ranks declare who else holds theirs."""
+    world = draw(st.integers(1, 4))
+    states = [{} for _ in range(world)]
+    for rank in draw(st.permutations(range(world))):
+        memory = [np.arange(3.0) for _ in range(2)]
+        for name in draw(st.permutations(["a", "b", "c", "u", "v", "w"]))[
+            draw(st.integers(0, 6)) :
+        ]:
+            mine = draw(st.integers(0, 3))
+            array = memory[mine] if mine < 2 else np.arange(3.0)
+            states[rank][name] = array if name < "d" else 7
+    for name in "abc":
+        holders = tuple(rank for rank in range(world) if name in states[rank])
+        if draw(st.booleans()):
+            for rank in holders[: draw(st.integers(0, world))]:
+                states[rank][name] = ShardedArray.from_shards(
+                    [(states[rank][name], (0,))], (3,), dtype="float64", replicas=holders
+                )
+    return states
+
+
+@given(sharing_worlds(), st.booleans())
+def test_ties_values_and_what_is_compared_are_what_ranks_hold(states, sent):
+    """Against the plain rules; also where no two ranks send equal tables."""
+    plans = local_plans(states)
+    joined = join_plans(over_the_wire(plans) if sent else plans)
+    held = {}
+    for rank, plan in enumerate(plans):
+        of = plan.items
+        names = [of.tensors.names[row] for row in of.chunks.tensor]
+        ties = [None if at < 0 else of.tensors.names[at] for at in of.tensors.alias_of]
+        columns = (names, ties, of.chunks.source.tolist(), of.local.replicas.tolist())
+        for name, tie, source, declared in zip(*columns, strict=True):
+            held.setdefault(name, []).append((rank, source, tie, declared))
+        for name, source in zip(of.value_names, of.value_source, strict=True):
+            held.setdefault(name, []).append((rank, source, None, 0))
+
+    assert list(joined.tensors.names) == sorted(name for name in held if name < "d")
+    for row, name in enumerate(joined.tensors.names):
+        tie, *others = {tie for _, _, tie, _ in held[name]}
+        at = int(joined.tensors.alias_of[row])
+        assert (joined.tensors.names[at] if at >= 0 else None) == (None if others else tie)
+
+    assert list(joined.values.names) == sorted(name for name in held if name > "d")
+    slots = dict.fromkeys(range(len(states)), 0)
+    values = zip(joined.values.rank, joined.values.slot, joined.value_source, strict=True)
+    for name, (rank, slot, source) in zip(joined.values.names, values, strict=True):
+        assert (rank, source) == held[name][0][:2]
+        assert slot == slots[int(rank)]
+        slots[int(rank)] += 1
+
+    compared = set()
+    for name, holders in held.items():
+        declared, *others = {declared for *_, declared in holders}
+        if len(holders) > 1 and (others or not declared):
+            full = bool(others) or name > "d"
+            compared |= {(rank, name, source, full) for rank, source, *_ in holders}
+    shared = joined.shared
+    told = [shared.describe(item).partition(" ")[0] for item in shared.item.tolist()]
+    columns = (shared.rank.tolist(), told, shared.source.tolist(), shared.in_full.tolist())
+    assert sorted(zip(*columns, strict=True)) == sorted(compared)
+    assert [item < shared.first_value for item in shared.item] == [name < "d" for name in told]
+    assert len(set(shared.item.tolist())) == len(set(told))
+    assert (shared.item >= 0).all()
+
+
 @given(worlds())
 def test_plans_come_through_the_wire(world):
     _, states = world
@@ -189,6 +258,25 @@ def test_large_declared_replicas_are_split_and_undeclared_are_not():
     assert sorted(of_a.tolist()) == [0, 1, 2]
 
 
+def test_pieces_of_replicas_are_in_the_order_of_their_offsets():
+    """Two boxes side by side, each cut from top to bottom."""
+    whole = np.zeros((4, 4), np.int8)
+    left, right = (ChunkStorageMetadata((0, low), (4, 2)) for low in (0, 2))
+    with patch.object(replicas, "SPLIT_BYTES", 4):
+        joined = join(*[{"a": part(whole, [left, right], (0, 1))}] * 2)
+    assert [box.offsets for box in chunk_boxes(joined, "a")] == [(0, 0), (0, 2), (2, 0), (2, 2)]
+
+
+def test_where_replicas_are_cut_the_others_are_still_dealt_out_by_their_bytes():
+    both = {f"r{n}": np.zeros(8) for n in range(20)}
+    both["cut"] = rows(np.zeros((2, 64), np.int8), 0, 2, (0, 1))
+    with patch.object(replicas, "SPLIT_BYTES", 64):
+        joined = join({**both, "mine": rows(np.zeros((640, 1), np.int8), 0, 640)}, both)
+    assert len(chunk_boxes(joined, "cut")) == 2
+    mine, other = loads(joined, 2)
+    assert abs(mine - other) <= 64
+
+
 def test_nothing_at_all():
     joined = join({}, {}, {})
     assert len(joined.chunks) == len(joined.tensors) == len(joined.values) == 0
@@ -205,6 +293,64 @@ def test_plans_of_another_planner_have_no_columns():
     assert joined.chunks.rank.tolist() == [0, 1]
 
 
+def listed(plan, structure=None):
+    """The same plan, as somebody else's planner may make it."""
+    return SavePlan(list(plan.items), structure)
+
+
+def names_held(plan):
+    at = plan.items.chunks.tensor.tolist()
+    return [plan.items.tensors.names[row] for row in at] + list(plan.items.value_names)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_plans_that_are_lists_are_joined_by_their_names(nested):
+    """Whatever nesting they come with, which says nothing of the order of their items."""
+    state = {"v": 1, "a": {"b": W[:2], "c": 2}, "x": W, "y": 3}
+    plans = local_plans([state, state])
+    plans = [listed(plan, plan.planner_data if nested else None) for plan in plans]
+    final, metadata = DefaultSavePlanner().create_global_plan(plans)
+    stored = [(name, rank) for rank, plan in enumerate(final) for name in names_held(plan)]
+    assert sorted(name for name, _ in stored) == ["a.b", "a.c", "v", "x", "y"]
+    for plan in final:
+        for item in plan.items:
+            hints = {name: at for at, name in enumerate(["a.b", "x"])}
+            hints |= {name: at for at, name in enumerate(["v", "a.c", "y"])}
+            assert item.index.index == hints[item.index.fqn]
+    assert metadata.state_dict_metadata["a.b"].size == (2, 4)
+    assert len(join_plans(plans).shared.rank) == 0
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_list_beside_columns(which):
+    """Nothing is compared, nor believed to be a replica, that one of the ranks says nothing of."""
+    plans = local_plans([{"w": yielding(W), "v": 1, "x": 2, "r": rows(W, 0, 6, (0, 1))}] * 2)
+    plans[which] = listed(plans[which])
+    joined = join_plans(over_the_wire(plans))
+    assert joined.tensors.names == ["r", "w"]
+    assert list(joined.values.names) == ["v", "x"]
+    assert len(joined.chunks) == 2
+    assert len(joined.shared.rank) == 0
+
+
+def test_a_list_becomes_columns_and_is_itself_again():
+    plan = local_plans([{"v": 1, "a": {"b": W[:2], "c": 2}, "x": W}])[0]
+    columns = WriteItems.of(list(plan.items))
+    assert list(columns) == list(plan.items)
+    unnumbered = [replace(item, index=replace(item.index, index=None)) for item in plan.items]
+    columns = WriteItems.of(unnumbered)
+    assert columns.chunks.source.tolist() == columns.value_source == [-1, -1]
+
+
+def test_metadata_of_the_plan_lists_the_chunks_of_every_tensor():
+    states = [{"a": rows(W, 0, 2), "b": W, "c": rows(W, 3, 6)}, {"a": rows(W, 2, 6)}]
+    states[1]["c"] = rows(W, 0, 3)
+    _, metadata = DefaultSavePlanner().create_global_plan(local_plans(states))
+    found = metadata.state_dict_metadata
+    sizes = {name: [chunk.sizes for chunk in found[name].chunks] for name in "abc"}
+    assert sizes == {"a": [(2, 4), (4, 4)], "b": [(6, 4)], "c": [(3, 4), (3, 4)]}
+
+
 # --- what does not make whole tensors -------------------------------------------------------------
 
 W = np.arange(24.0).reshape(6, 4)
@@ -213,6 +359,13 @@ W = np.arange(24.0).reshape(6, 4)
 def test_overlap():
     with pytest.raises(PlanError, match=r"layer\.w.*\(rank [01]\) overlaps .*\(rank [01]\)"):
         join({"layer": {"w": rows(W, 0, 4)}}, {"layer": {"w": rows(W, 3, 6)}})
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_overlap_of_boxes_that_begin_together(first):
+    whole, some = {"w": rows(W, 0, 6)}, {"w": rows(W, 0, 3)}
+    with pytest.raises(PlanError, match=r"w: .* overlaps"):
+        join(*((whole, some) if first else (some, whole)))
 
 
 def test_gap():
@@ -268,6 +421,7 @@ def test_declared_beside_undeclared_is_compared():
 def test_declared_replicas_are_believed():
     joined = join({"w": rows(W, 0, 6, (0, 1))}, {"w": rows(W + 1, 0, 6, (0, 1))})
     assert len(joined.chunks) == 1
+    assert len(joined.shared.rank) == 0
 
 
 def yielding(array):
@@ -367,7 +521,7 @@ def test_ties_to_different_tensors_are_no_tie():
 # --- the order of chunks
 
 
-@pytest.mark.parametrize("shape", [(4, 8), (1 << 31, 1 << 30)])
+@pytest.mark.parametrize("shape", [(4, 8), (1 << 31, 1 << 30), (1 << 31, 1 << 31)])
 @given(st.lists(st.tuples(*(st.sampled_from(of) for of in ((0, 1, 2), (0, 1, 3), (0, 1, 5))))))
 def test_chunks_are_sorted_by_tensor_and_offset(shape, chunks):
     """Also where all elements are too many for one number to say which of which tensor."""
@@ -385,3 +539,11 @@ def test_a_box_outside_of_its_tensor_is_sorted_with_it():
     tensors = TensorTable.of(["a", "b"], [TensorProperties("uint8")] * 2, [(4,)] * 2)
     boxes = Boxes(np.arange(4), np.array([9, 0, 3]), np.ones(3, np.int64))
     assert sort_keys(tensors, np.array([0, 1, 0]), boxes).tolist() == [3, 4, 3]
+
+
+def test_empty_tensors_are_sorted_between_their_neighbours():
+    shapes = [(0,), (4,), (0, 3), (2,)]
+    tensors = TensorTable.of(list("abcd"), [TensorProperties("uint8")] * 4, shapes)
+    boxes = Boxes(np.array([0, 1, 2, 3, 5, 6]), np.array([0, 0, 3, 0, 0, 0]), np.ones(6, np.int64))
+    keys = sort_keys(tensors, np.array([0, 1, 1, 2, 3]), boxes)
+    assert (np.diff(keys) > 0).all()
