@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import shardkeep
-from shardkeep import MismatchError, PerRank, ThreadRanks
+from shardkeep import MismatchError, PerRank, ShardedArray, ThreadRanks
 from shardkeep.default_load_planner import DefaultLoadPlanner
 
 
@@ -374,3 +374,47 @@ def test_planners_are_told_what_is_filled_whatever_it_is_read_from(tmp_path, mak
         (tmp_path / str(rank)).mkdir()
     want = [("w", 15), ("x", 2)] if make is torch_file else [("k", 12), ("q", 3)]
     assert [sorted(told) for told in ThreadRanks(world).run(load)] == [want] * world
+
+
+def test_items_say_where_a_region_lies_in_its_chunk_and_in_the_target(tmp_path):
+    """Whichever planner asks: both are the same elements of the whole tensor."""
+    whole = np.arange(60, dtype=np.float32).reshape(12, 5)
+
+    def rows(low, high):
+        return ShardedArray.from_local(whole[low:high].copy(), (low, 0), whole.shape)
+
+    def save(ranks):
+        state = {"v": 3, "w": rows(4 * ranks.rank, 4 * ranks.rank + 4)}
+        shardkeep.save(state, tmp_path, process_group=ranks)
+
+    ThreadRanks(3).run(save)
+    told = []
+
+    class Telling(DefaultLoadPlanner):
+        def commit(self, items, sinks):
+            told.extend([items.nbytes, *items])
+
+    def load(ranks):
+        if ranks.rank == 1:
+            target = {"v": 0, "w": rows(2, 9)}
+            shardkeep.load(target, tmp_path, planner=Telling(), process_group=ranks)
+        else:
+            shardkeep.load({}, tmp_path, process_group=ranks)
+
+    ThreadRanks(2).run(load)
+    nbytes, *items, value = told
+    assert nbytes == 7 * 5 * 4
+    assert value.dest_index.fqn == value.storage_index.fqn == "v"
+    found = []
+    for item in items:
+        for index, offsets in (
+            (item.dest_index, item.dest_offsets),
+            (item.storage_index, item.storage_offsets),
+        ):
+            found.append((index.offset, tuple(map(sum, zip(index.offset, offsets, strict=True)))))
+    assert [item.lengths for item in items] == [(2, 5), (4, 5), (1, 5)]
+    assert found == [
+        *[((2, 0), (2, 0)), ((0, 0), (2, 0))],
+        *[((2, 0), (4, 0)), ((4, 0), (4, 0))],
+        *[((2, 0), (8, 0)), ((8, 0), (8, 0))],
+    ]

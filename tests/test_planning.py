@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import weakref
 from collections import OrderedDict
 
@@ -17,6 +18,7 @@ import shardkeep
 from shardkeep import PerRank, PlanError, ShardedArray, ThreadRanks, UnsupportedValueError
 from shardkeep.formats.native.layout import Limits
 from shardkeep.groups import coordinator_for
+from shardkeep.planner import SavePlan, SavePlanner
 
 W = np.arange(6.0)
 
@@ -392,6 +394,17 @@ def test_few_bytes_travel_the_second_time(tmp_path):
     assert same(whole, found["t199"][...])
 
 
+def test_few_bytes_travel_where_nothing_is_shared(tmp_path):
+    def work(ranks):
+        state = {f"t{n}": PerRank(np.full(3, n)) for n in range(50)}
+        saves = (shardkeep.save(state, tmp_path / p, process_group=ranks).stats for p in "ab")
+        return [stats["plan_sent"] + stats["plan_received"] for stats in saves]
+
+    for first, second in on_ranks(2, work):
+        assert first > 1024
+        assert second < 64
+
+
 def test_one_rank_that_changed_makes_all_plan_anew(tmp_path):
     def work(ranks):
         state = {"mine": PerRank(np.ones(3)), "same": W.copy()}
@@ -522,6 +535,101 @@ def test_a_derived_writer_is_always_asked(saver):
         assert writer.planned == count
 
 
+class DerivedPlanner(shardkeep.DefaultSavePlanner):
+    planned = 0
+
+    def create_local_plan(self):
+        self.planned += 1
+        return super().create_local_plan()
+
+
+def test_a_derived_planner_is_always_asked(saver):
+    planner = DerivedPlanner()
+    for count in (1, 2):
+        assert not saver({"w": W}, planner=planner)
+        assert planner.planned == count
+
+
+class AnotherPlanner(SavePlanner):
+    """Lists its items, as one may that was written without ours."""
+
+    def __init__(self):
+        self.inner = shardkeep.DefaultSavePlanner()
+
+    def set_up_planner(self, state_dict, storage_meta=None, place=None):
+        self.inner.set_up_planner(state_dict, storage_meta, place)
+
+    def create_local_plan(self):
+        return SavePlan(list(self.inner.create_local_plan().items))
+
+    def create_global_plan(self, all_plans):
+        return self.inner.create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan):
+        return new_plan
+
+    def resolve_data(self, write_item):
+        return self.inner.resolve_data(write_item)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_plans_of_another_planner_beside_ours(tmp_path, world):
+    def work(ranks):
+        state = {"a": {"b": W + 1, "c": 2}, "d": W * 2, "e": 3, "f": PerRank(W + ranks.rank)}
+        for number, planner in enumerate([None, AnotherPlanner(), AnotherPlanner(), None, None]):
+            options = {"planner": planner, "process_group": ranks}
+            stats = shardkeep.save(state, tmp_path / str(number), **options).stats
+            assert stats["plan_reused"] == (number == 4)
+
+    on_ranks(world, work)
+    for number in range(5):
+        found = shardkeep.open(tmp_path / str(number))
+        assert same(W + 1, found["a.b"][...])
+        assert same(W * 2, found["d"][...])
+        assert (found["a.c"], found["e"]) == (2, 3)
+        for rank in range(world):
+            assert same(W + rank, found[f"f.{rank}"][...])
+
+
+class OfNoPlainType(int):
+    pass
+
+
+def test_a_planner_that_is_used_again_has_nothing_of_the_save_before(saver):
+    """Recognised, and planned anew: neither a value, nor that one of them was a pickle."""
+    planner = shardkeep.DefaultSavePlanner(allow_pickle=True)
+    state = {"w": W, "v": None, "x": 1}
+
+    def requires(v):
+        state["v"] = v
+        saver(state, planner=planner)
+        assert shardkeep.open(saver.at, allow_pickle=True)["v"] == v
+        return json.loads((saver.at / "checkpoint.json").read_bytes())["requires"]
+
+    pickled = OfNoPlainType(3)
+    assert requires(pickled) == ["pickle"]
+    assert requires(5) == []
+    assert requires(pickled) == ["pickle"]
+    shardkeep.flush()
+    assert requires(6) == []
+
+
+def test_a_planner_with_data_and_sources_of_its_own_is_asked_for_them(saver):
+    class Sevens(shardkeep.DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            found = super().resolve_data(write_item)
+            return found if isinstance(found, bytes) else self.seven(found)
+
+        def sources(self, items, rows):
+            return [self.seven(one) for one in super().sources(items, rows)]
+
+        def seven(self, source):
+            return type(source)(np.full_like(source.array, 7))
+
+    saver({"w": np.arange(5, dtype=np.uint8)}, planner=Sevens())
+    assert saver.stored()["w"].tolist() == [7] * 5
+
+
 # --- undeclared replicas --------------------------------------------------------------------------
 
 
@@ -595,6 +703,24 @@ def test_up_to_a_mebibyte_every_element_is_compared_anyway(tmp_path, extra):
     other[300_001] = 1
     with contextlib.nullcontext() if extra else pytest.raises(PlanError, match="w offsets"):
         save_on(tmp_path, {"w": one}, {"w": other})
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_a_sample_has_both_ends_and_the_middle(dtype):
+    def digest(array):
+        planner = shardkeep.DefaultSavePlanner()
+        planner.set_up_planner({"w": array})
+        planner.create_local_plan()
+        return planner.digests([0], [], [False])
+
+    count = (5 << 20) // np.dtype(dtype).itemsize + 7
+    digests = [digest(np.zeros(count, dtype))]
+    for at in (0, count // 2, count - 1, count // 4):
+        array = np.zeros(count, dtype)
+        array[at] = 1
+        digests.append(digest(array))
+    assert digests[4] == digests[0]
+    assert len(set(map(tuple, digests))) == 4
 
 
 class Twice:
