@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import ShardedArray, StorageError, ThreadRanks
-from shardkeep.engine.digests import DigestLayout
+from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native import early
 from shardkeep.formats.native.files import FileWriter
+from shardkeep.formats.native.reader import NativeReader
 from test_incremental import assert_holds, kept_bytes, record_of
 
 BLOCK = 128 << 10
@@ -205,3 +207,38 @@ def test_an_array_that_is_another_one_than_before(tmp_path, eager):
         row.name for row in (record_of(tmp_path / "2").index, *record_of(tmp_path / "2").files)
     }
     assert {f"data/{name}" for name in os.listdir(tmp_path / "2/data")} == named
+
+
+def test_only_whole_blocks_of_what_lies_in_memory_are_looked_at(tmp_path, eager, monkeypatch):
+    """Never a byte beside a chunk; and every chunk that has such a block is told."""
+    sizes = [BLOCK, 3 * BLOCK, BLOCK + 64, 2 * BLOCK - 64, 5 * BLOCK + 1, 2 * BLOCK, BLOCK // 2]
+    state = {f"w{n}": np.zeros(size, np.uint8) for n, size in enumerate(sizes)}
+    shardkeep.save(state, tmp_path, storage_writer=shardkeep.NativeWriter(block=BLOCK))
+    arrays = [np.ones(size, np.uint8) for size in sizes]
+    address = np.array([array.ctypes.data for array in arrays], np.uint64)
+    address[1] = 0
+    real = early.view_memory
+
+    def view(low, nbytes):
+        places = zip(address.tolist(), sizes, strict=True)
+        assert any(at and at <= low and low + nbytes <= at + size for at, size in places)
+        return real(low, nbytes)
+
+    monkeypatch.setattr(early, "view_memory", view)
+    with contextlib.closing(NativeReader(tmp_path)) as base:
+        base.read_tables()
+        chunks, _ = base.index.chunks_among(np.arange(len(sizes)))
+        found = early.surely_changed(
+            base,
+            chunks.file,
+            chunks.start,
+            np.array(sizes),
+            address,
+            algorithm(base.record.digests),
+        )
+    blocks = [(s + n) // BLOCK - -(-s // BLOCK) for s, n in zip(chunks.start, sizes, strict=True)]
+    assert 0 in blocks
+    assert 1 in blocks
+    assert found.tolist() == [
+        count > 0 and at > 0 for count, at in zip(blocks, address, strict=True)
+    ]
