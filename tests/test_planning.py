@@ -441,13 +441,15 @@ def test_an_array_that_one_rank_changed_in_place_is_found_while_writing(tmp_path
 def test_a_shared_array_changed_in_place_on_all_ranks(tmp_path):
     def work(ranks):
         shared = torch.ones(3)
-        state = {"shared": shared}
+        state = {"shared": shared, "alike": torch.zeros(3)}
         shardkeep.save(state, tmp_path / "0", process_group=ranks)
         shared.data = torch.full((5,), 2.0)
         return shardkeep.save(state, tmp_path / "1", process_group=ranks).stats["plan_reused"]
 
     assert on_ranks(2, work) == [0, 0]
-    assert same(torch.full((5,), 2.0), shardkeep.open(tmp_path / "1")["shared"][...])
+    found = shardkeep.open(tmp_path / "1")
+    assert same(torch.full((5,), 2.0), found["shared"][...])
+    assert same(torch.zeros(3), found["alike"][...])
 
 
 def test_a_plan_that_failed_leaves_nothing_of_it_behind(tmp_path):

@@ -228,17 +228,10 @@ def test_only_whole_blocks_of_what_lies_in_memory_are_looked_at(tmp_path, eager,
     with contextlib.closing(NativeReader(tmp_path)) as base:
         base.read_tables()
         chunks, _ = base.index.chunks_among(np.arange(len(sizes)))
-        found = early.surely_changed(
-            base,
-            chunks.file,
-            chunks.start,
-            np.array(sizes),
-            address,
-            algorithm(base.record.digests),
-        )
+        places = (chunks.file, chunks.start, np.array(sizes), address)
+        found = early.surely_changed(base, *places, algorithm(base.record.digests))
     blocks = [(s + n) // BLOCK - -(-s // BLOCK) for s, n in zip(chunks.start, sizes, strict=True)]
     assert 0 in blocks
     assert 1 in blocks
-    assert found.tolist() == [
-        count > 0 and at > 0 for count, at in zip(blocks, address, strict=True)
-    ]
+    wanted = [count > 0 and at > 0 for count, at in zip(blocks, address, strict=True)]
+    assert found.tolist() == wanted
