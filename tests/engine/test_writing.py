@@ -253,6 +253,27 @@ def test_what_is_written_while_a_snapshot_is_taken_is_digested_all_the_same(
         assert taken.found
 
 
+def test_an_image_whose_memory_is_used_again_is_digested_before_that(tmp_path):
+    """As windows are, that a conversion reads ahead: nothing of them may be put off."""
+    head, arrays, block = b"h" * 4096, [np.arange(50_000, dtype=np.uint32)], 4096
+    taken = Taken(head, arrays, 0)
+    scratch = np.empty(1 << 16, np.uint8)
+
+    def find(low, high):
+        found = taken.find(low, high)
+        if found is None:
+            return None
+        scratch[: len(found)] = found
+        return scratch[: len(found)]
+
+    file = LocalStore(tmp_path).create("x")
+    pool = small_pool(1 << 14, 1, block)
+    found = written(file, head, arrays, b"v", block, pool, image=Image(find))
+    file.close()
+    assert taken.found > 2
+    assert ((tmp_path / "x").read_bytes(), found) == reference(head, arrays, b"v", block, 1 << 20)
+
+
 def test_a_file_that_ends_with_its_chunks_has_every_digest(tmp_path):
     # Nothing comes after the chunks, so that the last unit too is found in the snapshot.
     arrays, size = [np.arange(16484, dtype=np.uint32)], 16484 * 4

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -108,6 +109,30 @@ def test_an_error_in_any_file_is_an_error_of_the_save(tmp_path, monkeypatch, ste
     assert list((tmp_path / "c/data").iterdir()) == []
     if step != "close":  # a file whose close failed is closed, but the test kept it from that
         assert held() == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_file_that_is_alone_is_durable_before_the_save_goes_on(tmp_path, monkeypatch, fails):
+    """It is synced behind the back of the caller, who waits for it in the end."""
+    done, sync, link = [], WriteFile.sync, LocalStore.link
+
+    def sync_late(self):
+        if "-r0" in self.path.name:
+            time.sleep(0.2)
+            if fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            done.append("synced")
+        sync(self)
+
+    def note(self, *args):
+        done.append("committed")
+        link(self, *args)
+
+    monkeypatch.setattr(WriteFile, "sync", sync_late)
+    monkeypatch.setattr(LocalStore, "link", note)
+    with pytest.raises(StorageError, match="output error") if fails else nullcontext():
+        shardkeep.save({"w": np.ones(9)}, tmp_path / "c")
+    assert done == ([] if fails else ["synced", "committed"])
 
 
 def test_a_planner_with_its_own_data_is_asked_for_it(tmp_path):
