@@ -597,6 +597,11 @@ class OfNoPlainType(int):
     pass
 
 
+def test_a_planner_pickles_nothing_unless_it_is_told_to(saver):
+    with pytest.raises(UnsupportedValueError, match="allow_pickle=True"):
+        saver({"v": OfNoPlainType(3)}, planner=shardkeep.DefaultSavePlanner())
+
+
 def test_a_planner_that_is_used_again_has_nothing_of_the_save_before(saver):
     """Recognised, and planned anew: neither a value, nor that one of them was a pickle."""
     planner = shardkeep.DefaultSavePlanner(allow_pickle=True)
