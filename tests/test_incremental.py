@@ -21,6 +21,7 @@ import shardkeep
 from shardkeep import CorruptionError, ShardedArray, ThreadRanks
 from shardkeep.engine.digests import ContentDigests
 from shardkeep.formats.native.commit import collect_garbage, read_record
+from shardkeep.formats.native.keeping import worth_keeping
 from shardkeep.stores.local import LocalStore
 
 
@@ -82,6 +83,47 @@ def test_files_of_which_little_is_wanted_are_not_kept(tmp_path):
     shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
     assert kept_bytes(tmp_path / "1") == 0
     assert_holds(tmp_path / "1", state)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "total", "most", "kept"),
+    [
+        ([90, 10, 50, 0, 1], 1000, 9, [0, 1, 2, 4]),
+        ([90, 10, 50, 0, 0], 150, 9, [0, 1, 2]),  # 10, 50 and 90 are not wanted
+        ([90, 10, 50, 0, 0], 149, 9, [0, 2]),
+        ([90, 10, 50, 0, 0], 60, 9, [0, 2]),
+        ([90, 10, 50, 0, 0], 59, 9, [0]),
+        ([10, 50, 90, 100, 0], 1000, 2, [2, 3]),
+        ([10, 50, 90, 100, 0], 1000, 0, []),
+        ([10, 50, 90, 100, 0], 0, 9, [3]),
+        ([100, 1, 2, 3, 4], 0, 9, [0]),
+    ],
+)
+def test_which_files_are_worth_keeping(wanted, total, most, kept):
+    sizes = np.full(5, 100)
+    assert worth_keeping(sizes, np.array(wanted), total, most) == kept
+
+
+def test_files_of_which_most_is_wanted_are_kept_first():
+    sizes, wanted = np.array([4000, 400]), np.array([1000, 200])
+    assert worth_keeping(sizes, wanted, 3000, 9) == [1]
+    assert worth_keeping(sizes, wanted, 3200, 9) == [0, 1]
+
+
+def test_every_rank_may_keep_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("shardkeep.formats.native.keeping.MOST_FILES", 1)
+    whole = np.random.default_rng(0).standard_normal((64, 900))
+
+    def save(path, base):
+        def work(coordinator):
+            state = sharded_state(coordinator.rank, 2, whole, whole[:, :20])
+            return shardkeep.save(state, path, base=base, process_group=coordinator)
+
+        ThreadRanks(2).run(work)
+
+    save(tmp_path / "0", None)
+    save(tmp_path / "1", tmp_path / "0")
+    assert sum(row.kept for row in record_of(tmp_path / "1").files) == 2
 
 
 def test_room_and_files_are_bounded_over_many_steps(tmp_path, monkeypatch):
@@ -152,6 +194,52 @@ def test_any_changes(tmp_path, steps, back, budget):
     for step in range(len(states) - 1):
         shutil.rmtree(root / str(step))
         assert_holds(root / str(len(states) - 1), states[-1])
+
+
+def zeros(dtype="f4", shape=(128, 128)):
+    return np.zeros(shape, dtype)
+
+
+def by_columns():
+    parts = [(zeros(shape=(128, 64)), (0, at)) for at in (0, 64)]
+    return ShardedArray.from_shards(parts, (128, 128))
+
+
+def by_rows(*sizes):
+    at = [sum(sizes[:number]) for number in range(len(sizes))]
+    parts = [(zeros(shape=(size, 128)), (begin, 0)) for size, begin in zip(sizes, at, strict=True)]
+    return ShardedArray.from_shards(parts, (128, 128))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kept"),
+    [
+        ({}, 4),
+        ({"a": zeros("i4")}, 3),
+        ({"b": zeros("i4")}, 3),
+        ({"d": zeros("i4"), "a": None}, 2),
+        ({"a": zeros(shape=(64, 256))}, 3),
+        ({"b": zeros(shape=(128 * 128,))}, 3),
+        ({"d": zeros(shape=(128, 2, 64))}, 3),
+        ({"0": zeros(), "e": zeros("i4")}, 4),
+        ({"a": None, "x": zeros("i4")}, 3),
+        ({"a": None, "b": None, "x": zeros(shape=(64, 256))}, 2),
+        ({"s": by_columns()}, 3),
+        ({"s": by_rows(32, 96)}, 3),
+        ({"s": by_rows(64, 32, 32)}, 3.5),
+        ({"s": by_rows(64, 32, 32), "a": zeros("i4"), "e": zeros()}, 2.5),
+        ({"s": zeros()}, 3),
+    ],
+)
+def test_equal_bytes_are_kept_only_as_what_they_were(tmp_path, changes, kept):
+    """All contents are equal: only names, types, shapes and boxes tell what is in the base."""
+    state = {"a": zeros(), "b": zeros(), "d": zeros(), "s": by_rows(64, 64)}
+    shardkeep.save(state, tmp_path / "0", no_dist=True)
+    state = {key: new for key, new in {**state, **changes}.items() if new is not None}
+    done = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", no_dist=True)
+    assert done.stats["kept_bytes"] == kept * 128 * 128 * 4
+    whole = {key: zeros() if isinstance(new, ShardedArray) else new for key, new in state.items()}
+    assert_holds(tmp_path / "1", whole)
 
 
 @pytest.mark.parametrize(
@@ -377,15 +465,35 @@ def test_files_that_cannot_be_linked(tmp_path, monkeypatch, number):
     assert_holds(tmp_path / "1", state)
 
 
-def test_a_base_that_is_replaced_meanwhile(tmp_path, monkeypatch):
+def test_a_file_that_is_linked_though_the_server_says_no(tmp_path, monkeypatch):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    real = LocalStore.link_from
+
+    def link(self, other, old, new):
+        real(self, other, old, new)
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(LocalStore, "link_from", link)
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert not [name for name in os.listdir(tmp_path / "1" / "data") if "-k" in name]
+    assert_holds(tmp_path / "1", state)
+    assert_holds(tmp_path / "0", state)
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_base_that_is_replaced_meanwhile(tmp_path, monkeypatch, gone):
     state = some_state()
     shardkeep.save(state, tmp_path / "0")
     real = shardkeep.NativeWriter.share_data
 
     def share_late(self, told, metadata):
         monkeypatch.undo()
-        other = {key: value * 2 for key, value in state.items()}
-        shardkeep.save(other, tmp_path / "0", overwrite=True)
+        if gone:
+            shutil.rmtree(tmp_path / "0")
+        else:
+            other = {key: value * 2 for key, value in state.items()}
+            shardkeep.save(other, tmp_path / "0", overwrite=True)
         return real(self, told, metadata)
 
     monkeypatch.setattr(shardkeep.NativeWriter, "share_data", share_late)

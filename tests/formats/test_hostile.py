@@ -353,6 +353,34 @@ def test_unknown_members_are_ignored(forge):
     assert shardkeep.verify(forge.path).ok
 
 
+def test_members_that_a_record_may_lack(forge):
+    table = table_of(forge)
+    for key in ("summary", "writer"):
+        del table[key]
+    for key in ("chunks", "values"):
+        del table["index"][key]
+    found = decode_record(seal_record(json.dumps(table).encode()[:-1]), "")
+    assert (found.index, found.files) == (forge.record.index, forge.record.files)
+    assert (found.summary, found.version, found.user) == ({}, "", {})
+    assert found.index.chunks == 0
+    assert not any(row.kept for row in found.files)
+
+
+def test_files_that_are_no_list(tmp_path):
+    """Of a checkpoint that has none, so that nothing is missed."""
+    forge = Forge(tmp_path / "empty", {})
+    assert forge.record.files == ()
+    for wrong in ({}, "", None, True):
+        table = table_of(forge)
+        table["files"] = wrong
+        (forge.path / "checkpoint.json").write_bytes(seal_record(json.dumps(table).encode()[:-1]))
+        with pytest.raises(FormatError):
+            load_all(forge.path)
+        table["files"] = []
+        (forge.path / "checkpoint.json").write_bytes(seal_record(json.dumps(table).encode()[:-1]))
+        assert load_all(forge.path) == {}
+
+
 def test_newer_versions_are_named(forge):
     table = table_of(forge)
     table["format"]["major"] = 2
@@ -481,6 +509,15 @@ def test_bytes_beyond_the_files_are_refused_at_once(tmp_path, tied):
             shardkeep.open(forge.path).close()
 
 
+def test_empty_shapes_whose_product_leaves_64_bits(tmp_path):
+    forge = Forge(tmp_path / "c", {"x": np.zeros((0, 5))})
+    for length in (2**60 - 1, 2**60, 2**61, 2**62):
+        fits = length * 8 < 2**63
+        forge.change(tensor__shapes=np.array([0, length]))
+        with contextlib.nullcontext() if fits else pytest.raises(FormatError, match="claims shape"):
+            assert load_all(forge.path)["x"].shape == (0, length)
+
+
 def test_shapes_that_could_not_be_read_back_are_not_saved(tmp_path):
     """An empty tensor may have any shape that an index can hold."""
     import torch
@@ -588,6 +625,51 @@ def test_aliases(forge):
     ):
         forge.change(tensor__alias_of=case)
         refused(forge.path)
+
+
+def test_an_alias_of_an_alias(tmp_path):
+    """Also of the first tensor: the last would have no chunks at all."""
+    tied = np.arange(6.0)
+    forge = Forge(tmp_path / "c", {"x": tied, "y": tied + 1, "z": tied})
+    assert forge.columns["tensor.alias_of"].tolist() == [-1, -1, 0]
+    forge.change(
+        tensor__alias_of=np.array([1, -1, 0]),
+        tensor__first_chunk=np.array([0, 0, 1, 1]),
+        **{f"chunk__{key}": forge.columns[f"chunk.{key}"][1:]
+           for key in ("offsets", "sizes", "start", "file")},
+    )  # fmt: skip
+    for call in (load_all, read_each):
+        with pytest.raises(FormatError, match="columns do not fit each other"):
+            call(forge.path)
+    assert not verified(forge.path)
+
+
+def test_an_alias_of_another_shape_or_type(tmp_path):
+    tied = np.arange(6.0)
+    state = {"x": tied, "z": tied, "shape": tied.reshape(2, 3).copy(), "type": tied.astype("i8")}
+    forge = Forge(tmp_path / "c", state)
+    for other in ("shape", "type"):
+        forge.change()
+        alias = at(forge.columns["tensor.alias_of"], forge.row("z"), forge.row(other))
+        forge.change(tensor__alias_of=alias)
+        with pytest.raises(FormatError, match="z differs from what it is an alias of"):
+            shardkeep.open(forge.path)
+
+
+def test_the_most_dimensions_and_the_longest_name(tmp_path):
+    deep, name = np.full((1,) * 32, 7), "x" * 4096
+    forge = Forge(tmp_path / "c", {name: deep})
+    assert load_all(forge.path)[name].shape == deep.shape
+    assert verified(forge.path)
+    forge.change(
+        tensor__shape_start=np.array([0, 33]),
+        tensor__shapes=np.ones(33, np.int64),
+        chunk__offsets=np.zeros(33, np.int64),
+        chunk__sizes=np.ones(33, np.int64),
+    )
+    for call in (load_all, read_each):
+        with pytest.raises(FormatError, match="columns do not fit each other"):
+            call(forge.path)
 
 
 def test_names(forge):
@@ -710,6 +792,20 @@ def test_headers_of_the_index(forge):
     refused(forge.path)
     forge.write_index_bytes(b"\x08")
     refused(forge.path)
+
+
+def test_every_byte_of_a_header_length_counts(forge):
+    """All else is right."""
+    row = forge.record.index
+    data = bytearray((forge.path / row.name).read_bytes()[: row.payload])
+    forge.write_index_bytes(bytes(data))
+    assert verified(forge.path)
+    for at in range(3, 8):
+        data[at] ^= 1
+        forge.write_index_bytes(bytes(data))
+        with pytest.raises(FormatError, match="claims a header of"):
+            shardkeep.open(forge.path)
+        data[at] ^= 1
 
 
 def test_columns_in_the_digests_or_past_the_end(forge):
@@ -840,7 +936,8 @@ def test_headers_of_data_files(forge):
     name = next(iter(entries))
     for found, what in (
         ((0).to_bytes(8, "little") + data[8:], "claims a header of 0 bytes"),
-        ((1 << 62).to_bytes(8, "little") + data[8:], "claims a header of"),
+        ((1 << 62).to_bytes(8, "little") + data[8:], "claims a header of 4611686018427387904"),
+        (((1 << 56) + length).to_bytes(8, "little") + data[8:], "claims a header of"),
         (
             write_header({("other" if k == name else k): e for k, e in entries.items()}, metadata,
                          8 + length) + data[8 + length :],

@@ -73,6 +73,13 @@ def nested(depth):
     return {} if depth == 0 else {"a": nested(depth - 1)}
 
 
+def nested_lists(depth):
+    found = []
+    for _ in range(depth - 2):
+        found = [found]
+    return {"a": found}
+
+
 class Text(str):
     """Not quite one."""
 
@@ -91,6 +98,7 @@ class Text(str):
         ({"a": b"x"}, "which JSON does not have"),
         ({"a": "\ud800"}, "UTF-8 cannot carry"),
         (nested(MAX_DEPTH + 1), "nested more than 32 deep"),
+        (nested_lists(MAX_DEPTH + 2), "nested more than 32 deep"),
         ({"a": "x" * (1 << 20)}, "user_metadata has 1048584 bytes, at most 1048576"),
     ],
 )
@@ -101,9 +109,9 @@ def test_user_metadata_that_json_does_not_have(tmp_path, user, what):
 
 
 def test_user_metadata_just_within_its_limits():
-    deepest = nested(MAX_DEPTH)
+    deepest, lists = nested(MAX_DEPTH), nested_lists(MAX_DEPTH + 1)
     largest = {"a": "x" * ((1 << 20) - 8)}
-    for user in (deepest, largest, {"a": 2**63 - 1, "b": -(2**63)}, {}):
+    for user in (deepest, lists, largest, {"a": 2**63 - 1, "b": -(2**63)}, {}):
         assert checked_user_metadata(user) == user
     assert checked_user_metadata(None) == {}
     assert type(checked_user_metadata({"a": Text("b")})["a"]) is str
@@ -113,6 +121,36 @@ def test_a_record_that_no_reader_would_read_is_not_written(once):
     summary = {"a": "x" * (64 << 20)}
     with pytest.raises(FormatError, match="larger than 67108864"):
         encode_record(replace(once, summary=summary))
+
+
+def test_where_values_and_content_digests_may_lie(once):
+    (row,) = once.files
+
+    def decoded(**changed):
+        changed = replace(row, **changed)
+        return decode_record(encode_record(replace(once, files=(changed,))), "").files == (changed,)
+
+    assert row.values is not None
+    most = row.values // 24  # a digest, and where its chunk begins
+    assert decoded(chunks=most)
+    assert decoded(values=1, chunks=0)
+    assert decoded(values=row.payload)
+    for wrong in (
+        {"chunks": most + 1},
+        {"values": None, "chunks": row.payload // 24 + 1},
+        {"values": 0, "chunks": 0},
+        {"values": row.payload + 1},
+    ):
+        with pytest.raises(FormatError, match=r"values at|do not fit"):
+            decoded(**wrong)
+
+
+@pytest.mark.parametrize("block", [2048, 3 << 17, (1 << 20) + 4096, 1 << 21])
+def test_digest_blocks_that_no_writer_would_take(once, block):
+    """Files of less than a block have digests of the same size, so nothing else is wrong."""
+    assert decode_record(encode_record(replace(once, block=1 << 20)), "").block == 1 << 20
+    with pytest.raises(FormatError, match=f"digest block of {block} bytes"):
+        decode_record(encode_record(replace(once, block=block)), "")
 
 
 @pytest.mark.parametrize("block", [2048, 4095, 4097, 12288, (1 << 20) + 1, 1 << 21, 0, -4096])
