@@ -5,6 +5,7 @@ import json
 import os
 import random
 import shutil
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -302,6 +303,30 @@ def test_damage_is_named(saved, copy):
                     assert name in caught.value.names, (name, at, caught.value)
 
 
+def test_only_what_is_damaged_is_named(saved, copy):
+    """All that lies in a damaged block, and nothing else."""
+    reader = shardkeep.NativeReader(copy)
+    reader.read_metadata()
+    values = reader.index.values
+    for number, row in enumerate(saved.rows):
+        mine = [(n, low, high) for n, file, low, high in saved.chunks if file == row["name"]]
+        held = {n for n, at in zip(values.names, values.file, strict=True) if at == number}
+        spans = [*mine, *((name, row["values"], row["payload"]) for name in held)]
+
+        def hit(low, high, spans=spans):
+            return tuple(sorted({n for n, a, b in spans if a < high and b > low}))
+
+        edges = sorted({edge for _, low, high in spans for edge in (low, high)})
+        for low, high in pairwise(edges):
+            assert reader.names_in(number, low, high) == hit(low, high)
+        for low in range(BLOCK, row["payload"], BLOCK):
+            high = min(low + BLOCK, row["payload"])
+            with opened(copy / row["name"]) as fd, flipped(fd, low + 5, 1):
+                (problem,) = shardkeep.verify(copy).problems
+            assert problem.names == hit(low, high)
+    reader.close()
+
+
 def test_damaged_values_are_named(saved, copy):
     row = saved.rows[0]
     with opened(copy / row["name"]) as fd, flipped(fd, row["payload"] - 3, 4):
@@ -492,3 +517,12 @@ def test_a_report_raises_what_it_found(tmp_path):
     with pytest.raises(shardkeep.CorruptionError, match="is damaged") as caught:
         shardkeep.verify(tmp_path / "a").raise_if_damaged()
     assert caught.value.names
+    data.write_bytes(bytes(flipped[:4096]) + bytes([flipped[4096] ^ 1]) + bytes(flipped[4097:]))
+    shardkeep.verify(tmp_path / "a").raise_if_damaged()
+    (index,) = (tmp_path / "a/data").glob("*-index.safetensors")
+    flipped = bytearray(index.read_bytes())
+    flipped[-1] ^= 1
+    index.write_bytes(flipped)
+    with pytest.raises(shardkeep.CorruptionError, match=r"index.safetensors: ") as caught:
+        shardkeep.verify(tmp_path / "a").raise_if_damaged()
+    assert not caught.value.names

@@ -19,6 +19,7 @@ from shardkeep import (
     CheckpointError,
     CorruptionError,
     FormatError,
+    NativeReader,
     NativeWriter,
     UnsafeCheckpointError,
     UnsupportedValueError,
@@ -463,9 +464,21 @@ def test_every_column_missing_short_long_or_of_another_type(forge):
             forge.write_index(columns)
             try:
                 refused(forge.path)
+                if case in ("matrix", "narrow", "unsigned") and not key.startswith("chunk."):
+                    with pytest.raises(FormatError, match=f"column {key} is not one row of numb"):
+                        shardkeep.open(forge.path)
             except BaseException as error:
                 error.add_note(f"{key}: {case}")
                 raise
+
+
+def test_values_of_which_one_column_has_more(forge):
+    for key in ("value.slot", "value.file"):
+        column = forge.columns[key]
+        for wrong in (column[:-1], np.append(column, column[-1:])):
+            forge.write_index({**forge.columns, key: wrong})
+            with pytest.raises(FormatError, match="value columns do not fit each other"):
+                shardkeep.open(forge.path)
 
 
 def test_starts_that_wrap_around(forge):
@@ -475,6 +488,8 @@ def test_starts_that_wrap_around(forge):
         column[1], column[2] = HIGH, LOW
         forge.write_index({**forge.columns, key: column})
         refused(forge.path)
+        with pytest.raises(FormatError, match="are not in order"):
+            shardkeep.open(forge.path)
 
 
 @pytest.mark.parametrize(
@@ -598,6 +613,78 @@ def test_files_that_are_not_there(forge, file):
     refused(forge.path)
 
 
+@pytest.mark.parametrize("name", ["a.w", "b", "s"])
+def test_the_last_place_of_a_chunk_in_its_file(forge, name):
+    """Also where it is all that is read."""
+    rows, _ = chunk_rows(forge, name)
+    payload = forge.record.files[0].payload
+    with shardkeep.open(forge.path) as ckpt:
+        dtype, size = (
+            ckpt[name].numpy().dtype,
+            ckpt[name].numpy().nbytes // (rows.stop - rows.start),
+        )
+    last = (payload - size) // dtype.itemsize * dtype.itemsize
+    for start, fits in ((last, True), (last + dtype.itemsize, False), (last - 1, False)):
+        forge.change(chunk__start=at(forge.columns["chunk.start"], rows.start, start))
+        what = r"reaches out of its file|is not aligned to its elements"
+        with (
+            shardkeep.open(forge.path) as ckpt,
+            contextlib.nullcontext() if fits else pytest.raises(FormatError, match=what),
+        ):
+            ckpt[name].numpy()
+        assert not verified(forge.path)
+
+
+def test_content_digests_are_those_of_the_chunk_that_begins_there(tmp_path):
+    forge = Forge(tmp_path / "c", {name: np.full(8, float(n)) for n, name in enumerate("xyz")})
+    starts = forge.columns["chunk.start"]
+    reader = NativeReader(forge.path)
+    reader.read_metadata()
+    told = reader.content_digests(0)
+    assert sorted(told) == sorted(starts.tolist())
+    for some in (starts, starts[::-1], starts[:1], starts[1:2], starts[2:]):
+        found = reader.contents_at(np.zeros(len(some), np.int64), some)
+        assert [row.tobytes() for row in found] == [told[start] for start in some.tolist()]
+    for start in (0, int(starts.min()) - 8, int(starts.min()) + 8, int(starts.max()) + 64):
+        for some in ([start], [*starts.tolist(), start], [start, *starts.tolist()]):
+            with pytest.raises(
+                FormatError, match=f"no content digest for a chunk at byte {start} "
+            ):
+                reader.contents_at(np.zeros(len(some), np.int64), np.array(some))
+    # Of another checkpoint, all is read anew.
+    other = Forge(tmp_path / "d", {name: np.full(8, n + 5.0) for n, name in enumerate("xyz")})
+    reader.reset(other.path)
+    reader.read_metadata()
+    assert not reader.content_digests(0).items() & told.items()
+    found = reader.contents_at(np.zeros(3, np.int64), starts)
+    assert [row.tobytes() for row in found] == [
+        reader.content_digests(0)[n] for n in starts.tolist()
+    ]
+    forge.write_record(replace(forge.record, files=(replace(forge.record.files[0], chunks=0),)))
+    reader.reset(forge.path)
+    reader.read_metadata()
+    with pytest.raises(FormatError, match="no content digest for a chunk"):
+        reader.contents_at(np.zeros(1, np.int64), starts[:1])
+    reader.close()
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (2, 0), (3, 2)])
+def test_chunks_of_a_kept_file_that_share_bytes(tmp_path, pair):
+    """Its header may have more entries than are wanted, so it does not tell."""
+    names = "wxyz"
+    forge = Forge(tmp_path / "c", {name: np.zeros(8) for name in names})
+    forge.record = replace(forge.record, files=(replace(forge.record.files[0], kept=True),))
+    forge.change()
+    assert shardkeep.verify(forge.path).ok
+    one, other = pair
+    column = forge.columns["chunk.start"]
+    forge.change(chunk__start=at(column, one, column[other]))
+    (problem,) = shardkeep.verify(forge.path).problems
+    assert problem.names == tuple(sorted(names[row] for row in pair))
+    assert problem.text == f"chunks of {' and '.join(problem.names)} share bytes"
+    assert problem.file == forge.record.index.name
+
+
 def test_chunks_that_share_bytes_are_found_by_verify(forge):
     rows, _ = chunk_rows(forge, "a.w")
     column = forge.columns["chunk.start"]
@@ -685,12 +772,16 @@ def test_names(forge):
     # "a.also" and "a.tied" are equally long: the same name twice.
     forge.change(tensor__names=raw(names.replace(b"a.also", b"a.tied")))
     refused(forge.path)
+    with pytest.raises(FormatError, match="has a name twice"):
+        shardkeep.open(forge.path)
     # Longer than a name may be; that of a value is checked by the same.
     start = forge.columns["tensor.name_start"]
     more = 4097 - int(start[-1] - start[-2])
     longer = at(start, len(start) - 1, int(start[-1]) + more)
     forge.change(tensor__names=raw(names + b"x" * more), tensor__name_start=longer)
     refused(forge.path)
+    with pytest.raises(FormatError, match="has a name of more than 4096 bytes"):
+        shardkeep.open(forge.path)
     # A character cut in two by the offsets.
     forge.change(tensor__names=raw("é".encode() * (len(names) // 2) + b"x" * (len(names) % 2)))
     refused(forge.path)
@@ -835,6 +926,7 @@ def test_directories_of_values(forge):
     good, n = step + text, len(step)
     write_values(forge, blob_of([n, len(good)], good))
     assert load_all(forge.path)["text"] == "hello"
+    assert verified(forge.path)
     for blob in (
         b"",
         b"\0",
@@ -854,12 +946,14 @@ def test_directories_of_values(forge):
         blob_of([2**63 - 1, len(good)], good),
         blob_of([n], good),
         blob_of([n, len(good), len(good)], good),
-        blob_of([0, len(good)], good),  # the first is empty
+        empty := blob_of([0, len(good)], good),  # the first is empty
     ):
         write_values(forge, blob)
         try:
             with modest(), pytest.raises(REFUSED):
                 load_all(forge.path)
+            if blob != empty:  # which only its decoding finds
+                assert not verified(forge.path)
         except BaseException as error:
             error.add_note(f"values {blob[:60]!r}")
             raise

@@ -384,6 +384,17 @@ def test_a_coordinator_that_cannot_tell_removes_nothing(tmp_path, code):
     assert (path / mine).exists()
 
 
+def test_an_error_after_all_is_done_takes_nothing_away(tmp_path):
+    """Whoever aborts then does not know that the checkpoint is there, and need not."""
+    path = tmp_path / "a"
+    for overwrite in (False, True):
+        writer = NativeWriter(path, overwrite=overwrite)
+        save(path, storage_writer=writer, overwrite=overwrite)
+        for committing in (False, True):
+            writer.abort(committing=committing)
+            assert shardkeep.verify(path).ok
+
+
 def test_a_directory_that_goes_before_the_lease_is_made_again(tmp_path):
     """Who cleans takes what a killed save left for empty."""
     path = tmp_path / "a"
