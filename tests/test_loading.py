@@ -93,6 +93,17 @@ def test_not_strict_reports_instead(saved):
         shardkeep.load({"model": {"w": np.zeros(1)}}, saved, strict=False)
 
 
+@pytest.mark.parametrize("wanted", [(0,), (1, 2), (1, 3), (2,), (3,), (2, 3), (3, 1)])
+def test_some_of_the_values(tmp_path, wanted):
+    state = {f"v{n}": "x" * (n + 1) * 5 for n in range(4)}
+    shardkeep.save(state, tmp_path / "a", no_dist=True)
+    with shardkeep.open(tmp_path / "a") as ckpt:
+        assert [ckpt[f"v{n}"] for n in wanted] == [state[f"v{n}"] for n in wanted]
+    target = {f"v{n}": "" for n in wanted}
+    shardkeep.load(target, tmp_path / "a", strict=False, no_dist=True)
+    assert target == {name: state[name] for name in target}
+
+
 def test_keys_narrow_the_request(saved):
     target = {"model": {"w": np.zeros((2, 3)), "b": np.zeros(99)}, "step": -1}
     result = shardkeep.load(target, saved, keys=["*.w"])

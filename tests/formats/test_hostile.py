@@ -966,10 +966,17 @@ def test_a_directory_of_values_that_wraps_around(tmp_path):
                    storage_writer=NativeWriter(block=BLOCK))  # fmt: skip
     forge.record = decode_record((forge.path / "checkpoint.json").read_bytes(), "")
     step = 2**62
-    ends = [step, 2**63 - 1, 2**63, 2**63 + step, 2**64 - 1, 0, 4, 8]
-    write_values(forge, blob_of(ends, bytes(8)))
-    with modest(), pytest.raises(REFUSED):
-        load_all(forge.path)
+    write_values(forge, blob_of([1, 2, 3, 4, 5, 6, 7, 8], bytes(8)))
+    assert load_all(forge.path) == {f"v{i}": 0 for i in range(8)}
+    for ends in (
+        [step, 2**63 - 1, 2**63, 2**63 + step, 2**64 - 1, 0, 4, 8],
+        [1, 2, 3, 9, 5, 6, 7, 8],
+        [1, 2, 3, 7, 6, 7, 7, 8],
+        [1, 2, 3, 4, 5, 6, 9, 8],
+    ):
+        write_values(forge, blob_of(ends, bytes(8)))
+        with modest(), pytest.raises(FormatError, match="directory of its values is not valid"):
+            load_all(forge.path)
 
 
 def test_values_that_are_not_values(forge):

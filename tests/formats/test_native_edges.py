@@ -480,3 +480,24 @@ def test_contents_are_compared_only_of_tensors_that_are_cut_alike(tmp_path):
     same = {name for name in state if reader.same_content("a", name)}
     reader.close()
     assert same == {"a", "b"}
+
+
+def test_equal_bytes_of_other_boxes_are_not_the_same_content(tmp_path):
+    def cut(shape, second):
+        parts = [(np.zeros((2, 2)), (0, 0)), (np.zeros((2, 2)), second)]
+        return shardkeep.ShardedArray.from_shards(parts, shape)
+
+    state = {
+        "half": np.zeros(8, "f4"),
+        "whole": np.zeros(4),
+        "tall": cut((4, 2), (2, 0)),
+        "wide": cut((2, 4), (0, 2)),
+        "again": cut((2, 4), (0, 2)),
+    }
+    shardkeep.save(state, tmp_path / "a", no_dist=True)
+    reader = shardkeep.NativeReader(tmp_path / "a")
+    reader.read_metadata()
+    assert not reader.same_content("half", "whole")
+    assert not reader.same_content("tall", "wide")
+    assert reader.same_content("wide", "again")
+    reader.close()

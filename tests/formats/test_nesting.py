@@ -67,3 +67,21 @@ def test_what_does_not_fit_is_an_error_either_way(wrong, by):
     found = stored(**wrong)
     with pytest.raises(FormatError):
         found.same(flatten(STATE).structure) if by == "target" else found.look()
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [("kinds", [TENSOR, TENSOR, VALUE]), ("names", ["m.w", "m.b", "step"]), ("root", None)],
+)
+def test_whatever_is_asked_for_first_is_looked_for(what, found):
+    assert getattr(stored(), what) == (found or flatten(STATE).structure.root)
+
+
+def test_names_of_other_keys_are_those_of_the_tables():
+    """A version that names such keys otherwise wrote them."""
+    state = {(1, 2): np.zeros(2), (3, 4): np.zeros(1)}
+    data, names = flatten(state).structure.encode(), {TENSOR: ["x", "y"], VALUE: []}
+    assert StoredStructure(data, np.array([1, 0]), names, "index").names == ["y", "x"]
+    for rows in ([0, 0], [1, 1], [0, 2], [0, -1], [0], [0, 1, 1]):
+        with pytest.raises(FormatError):
+            StoredStructure(data, np.array(rows), names, "index").look()
