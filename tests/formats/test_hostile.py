@@ -482,14 +482,16 @@ def test_values_of_which_one_column_has_more(forge):
 
 
 def test_starts_that_wrap_around(forge):
-    """Steps that only look ascending once a difference has left 64 bits."""
+    """Steps that only look ascending once a difference has left 64 bits; and such that do not."""
     for key in ("tensor.name_start", "tensor.shape_start", "tensor.first_chunk"):
-        column = forge.columns[key].copy()
-        column[1], column[2] = HIGH, LOW
-        forge.write_index({**forge.columns, key: column})
-        refused(forge.path)
-        with pytest.raises(FormatError, match="are not in order"):
-            shardkeep.open(forge.path)
+        good = forge.columns[key]
+        for first, second in ((HIGH, LOW), (int(good[2]) + 1, int(good[2])), (-1, int(good[2]))):
+            column = good.copy()
+            column[1], column[2] = first, second
+            forge.write_index({**forge.columns, key: column})
+            refused(forge.path)
+            with pytest.raises(FormatError, match="are not in order"):
+                shardkeep.open(forge.path)
 
 
 @pytest.mark.parametrize(
