@@ -218,6 +218,32 @@ def test_what_is_replaced_all_the_time_cannot_be_verified(tmp_path, monkeypatch)
     assert shardkeep.verify(path).ok
 
 
+@pytest.mark.parametrize("part", ["index", "-r0"])
+@pytest.mark.parametrize("code", [errno.ETIMEDOUT, errno.EIO])
+def test_what_may_pass_is_no_damage(tmp_path, monkeypatch, part, code):
+    """And is told as it is; what may not pass is a problem of that file."""
+    save(tmp_path / "a")
+    opened = LocalStore.open
+
+    def fail(self, name):
+        if part in name:
+            raise OSError(code, "broken")
+        return opened(self, name)
+
+    monkeypatch.setattr(LocalStore, "open", fail)
+    try:
+        report = shardkeep.verify(tmp_path / "a")
+    except StorageError as error:
+        assert error.transient
+        assert error.errno == code == errno.ETIMEDOUT
+    else:
+        assert code == errno.EIO
+        assert {part in problem.file for problem in report.problems} == {True}
+        assert "broken" in report.problems[0].text
+    monkeypatch.undo()
+    assert shardkeep.verify(tmp_path / "a").ok
+
+
 def test_damage_is_named_as_far_as_a_damaged_index_says(tmp_path):
     """The chunk rows are damaged too; values are known from the tables."""
     path = tmp_path / "a"
