@@ -242,6 +242,16 @@ def test_equal_bytes_are_kept_only_as_what_they_were(tmp_path, changes, kept):
     assert_holds(tmp_path / "1", whole)
 
 
+def test_a_tensor_of_another_shape_is_not_compared_with_others(tmp_path):
+    """They have its new box, and its bytes, but another type."""
+    others = {name: zeros("i4", (64, 256)) for name in "AB"}
+    shardkeep.save({**others, "a": zeros()}, tmp_path / "0", no_dist=True)
+    state = {**others, "a": zeros(shape=(64, 256))}
+    done = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", no_dist=True)
+    assert done.stats["kept_bytes"] == 2 * 128 * 128 * 4
+    assert_holds(tmp_path / "1", state)
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -135,6 +135,28 @@ def test_several_ranks(tmp_path, eager, world):
     assert_holds(tmp_path / "1", {**expected, "few": few - 1, "moving": moving_before(moving)})
 
 
+def test_every_rank_writes_early(tmp_path, eager):
+    moving = {f"m{rank}": np.full(2 * MIB, rank, np.uint8) for rank in range(3)}
+    frozen = {f"f{rank}": np.zeros(2 * MIB, np.uint8) for rank in range(3)}
+
+    def save(path, base):
+        def work(coordinator):
+            mine = {f"{what}{coordinator.rank}" for what in "mf"}
+            state = {name: array for name, array in (moving | frozen).items() if name in mine}
+            return shardkeep.save({**state, "step": 1}, path, base=base, process_group=coordinator)
+
+        return ThreadRanks(3).run(work)
+
+    save(tmp_path / "0", None)
+    for array in moving.values():
+        array += 100
+    save(tmp_path / "1", tmp_path / "0")
+    # And a file for the value, which is numbered after what its rank wrote early.
+    assert len(new_files(tmp_path / "1")) == 4
+    assert {f"r0000{rank}-0.safetensors" for rank in range(3)} < set(new_files(tmp_path / "1"))
+    assert_holds(tmp_path / "1", {**moving, **frozen, "step": 1})
+
+
 def moving_before(moving):
     before = moving.copy()
     before[:4] -= 1
