@@ -1072,6 +1072,21 @@ def test_entries_of_a_kept_file_that_share_bytes(forge):
         assert found == [True] * again, problems
 
 
+def test_an_entry_of_a_kept_file_that_has_another_type(forge):
+    row = replace(forge.record.files[0], kept=True)
+    data = (forge.path / row.name).read_bytes()[: row.payload]
+    length = int.from_bytes(data[:8], "little")
+    entries, metadata = read_header(data[: 8 + length], "", row.size)
+    name = next(key for key, entry in entries.items() if entry.dtype == "F64")
+    header = write_header(
+        {**entries, name: replace(entries[name], dtype="I64")}, metadata, 8 + length
+    )
+    sealed = forge.seal(row, header + data[8 + length :])
+    forge.write_record(replace(forge.record, files=(sealed,)))
+    (problem,) = shardkeep.verify(forge.path).problems
+    assert "its header and the index disagree" in problem.text
+
+
 def test_a_record_that_lies_about_chunks_and_ties(forge):
     """Content digests are looked up when tied targets are filled from untied tensors."""
     row = forge.record.files[0]
