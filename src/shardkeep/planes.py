@@ -73,27 +73,25 @@ class Bulk(Protocol):
 class Helper:
     """Runs what blocks on a thread of its own, so that its caller can look around meanwhile.
 
-    A call that was given up keeps its thread until it returns; the next one gets a new thread.
+    A call that was given up keeps its thread until it returns; the next one gets a new thread. Or,
+    if all is to be done in the order it was asked for, by whichever threads, the next one waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_order: bool = False) -> None:
         """No thread before the first call."""
+        self._in_order = in_order
+        self._lock = threading.Lock()
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] | None = None
 
     def run(self, work: Callable[[], T], tick: Callable[[], None], tick_s: float) -> T:
         """What `work` returns or raises; until then `tick` is called at intervals and may raise."""
-        if self._work is None:
-            todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] = queue.SimpleQueue()
-            thread = threading.Thread(
-                target=_serve, args=(todo,), name="shardkeep-helper", daemon=True
-            )
-            try:
-                thread.start()
-            except RuntimeError:
-                return work()  # the program is ending: without a look around
-            self._work = todo
         answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._work.put((work, answer))
+        with self._lock:
+            todo = self._work = self._work or _start_serving()
+            if todo is not None:
+                todo.put((work, answer))
+        if todo is None:
+            return work()  # the program is ending: without a look around
         try:
             while True:
                 try:
@@ -102,7 +100,8 @@ class Helper:
                 except queue.Empty:
                     tick()
         except BaseException:
-            self.stop()
+            if not self._in_order:
+                self.stop()
             raise
         if error is not None:
             raise error
@@ -110,9 +109,20 @@ class Helper:
 
     def stop(self) -> None:
         """Let the thread end once it is done with what it does."""
-        work, self._work = self._work, None
-        if work is not None:
-            work.put(None)
+        with self._lock:
+            work, self._work = self._work, None
+            if work is not None:
+                work.put(None)
+
+
+def _start_serving() -> queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] | None:
+    todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None] = queue.SimpleQueue()
+    thread = threading.Thread(target=_serve, args=(todo,), name="shardkeep-helper", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
+    return todo
 
 
 def _serve(todo: queue.SimpleQueue[tuple[Callable[[], Any], Any] | None]) -> None:

@@ -6,9 +6,12 @@ import threading
 import time
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
-from shardkeep.adapters.torch_groups import _GlooBulk
+from shardkeep.adapters import torch_groups
+from shardkeep.adapters.torch_groups import _GlooBulk, _StoreLine
+from shardkeep.errors import RankError
 
 
 def connected(world):
@@ -50,3 +53,34 @@ def test_closing_ends_a_wait_for_one_rank_after_another_has_hung_up():
     waiting.join(10)
     assert ended
     third.close()
+
+
+class Locked:
+    """A store that is a file, whose lock somebody holds for a while."""
+
+    def __init__(self):
+        self.free = threading.Event()
+        self.last = None
+        self.posts = 0
+
+    def set(self, key, value):
+        self.posts += 1
+        if self.posts == 1:  # whoever comes later may get the lock before
+            assert self.free.wait(20)
+        self.last = value
+
+
+def test_posts_to_a_file_that_was_locked_come_in_order(tmp_path, monkeypatch):
+    """A post that was given up is made when the lock is free: before those that followed it."""
+    monkeypatch.setattr(torch_groups, "LAST_WORD_S", 0.1)
+    before = threading.active_count()
+    line = _StoreLine(dist.FileStore(str(tmp_path / "store"), 1), "session", None, 1, 0.2)
+    store = line._posting = Locked()
+    for value in (b"first", b"second", b"third"):
+        with pytest.raises(RankError, match="locked the file"):
+            line.set("beat", value)
+    assert threading.active_count() <= before + 1  # one that waits, not one for each
+    store.free.set()
+    line.set("beat", b"last")
+    assert (store.last, store.posts) == (b"last", 4)
+    line.close()

@@ -159,6 +159,7 @@ class _StoreLine:
         self._gone_s = gone_s
         self._slowest = max(0.05, world_size * 1e-4)
         self._helper = Helper()
+        self._poster = Helper(in_order=True)
         self._asking: Any = None
         self._posting: Any = None
         self._known: set[str] = set()
@@ -220,11 +221,8 @@ class _StoreLine:
             if not self._is_file:
                 post()
                 return
-            helper = Helper()  # of this call alone: any thread may post
-            try:
-                _run_within(self._gone_s if self._lost is None else LAST_WORD_S, post, helper)
-            finally:
-                helper.stop()
+            # In order: an old beat must not follow the last one once the lock is free.
+            _run_within(self._gone_s if self._lost is None else LAST_WORD_S, post, self._poster)
         except (RuntimeError, OSError) as error:
             raise self._lose(error) from error
 
@@ -303,6 +301,7 @@ class _StoreLine:
     def close(self) -> None:
         """Hang up; `open` begins anew."""
         self._helper.stop()
+        self._poster.stop()
         self._asking = self._posting = None
 
 
