@@ -219,7 +219,8 @@ class _Running:
         """Whether it lives, and is ours: not that of a process which forked this one."""
         if self._owner != os.getpid():
             return False
-        if self._popen.poll() is None:
+        # One that has died cannot be waited for before its last thread has.
+        if self._popen.poll() is None and _state(self.pid) != "Z":
             return True
         log.warning("the writer process (pid %d) %s", self.pid, self.how_it_ended())
         return False
