@@ -97,6 +97,9 @@ def unique_names(paths: Sequence[Path]) -> list[str]:
 
 def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
     """Torch's names of all leaves below a node, in order."""
+    if len(prefix) > MAX_NAME_BYTES:
+        _refuse_below(node, prefix)
+        return
     kind, keys, children, _ = node
     if children.count(TENSOR) == len(children) and keys and set(map(type, keys)) == _TEXT:
         names += map(prefix.__add__, keys)
@@ -107,6 +110,31 @@ def _dotted_names(node: Node, prefix: str, names: list[str]) -> None:
             names.append(prefix + text)
         else:
             _dotted_names(child, f"{prefix}{text}.", names)
+
+
+def _letters(node: Node, before: int) -> int:
+    """How many characters these names have, if each begins with so many."""
+    kind, keys, children, _ = node
+    if kind not in _KEYED:
+        keys = range(len(children))
+    if set(map(type, children)) == {int} and set(map(type, keys)) == _TEXT:
+        return before * len(keys) + sum(map(len, keys))
+    found = 0
+    for key, child in zip(keys, children, strict=True):
+        size = before + len(key if type(key) is str else key_text(key))
+        found += size if type(child) is int else _letters(child, size + 1)
+    return found
+
+
+def _refuse_below(node: Node, prefix: str) -> None:
+    """Where anything below has a name, that is too long, and many would fill the memory."""
+    found: list[int] = []
+    _add_kinds(node, found)
+    if found:
+        raise UnsupportedValueError(
+            f"names that begin with {prefix[:80]}... have over {len(prefix)} bytes; at most "
+            f"{MAX_NAME_BYTES} can be stored"
+        )
 
 
 def _add_kinds(node: Node, kinds: list[int]) -> None:
@@ -206,6 +234,11 @@ class Structure:
                 _check_lengths(names, self.paths)
             self._names = names
         return self._names
+
+    @property
+    def letters(self) -> int:
+        """The least number of characters that all names have together; none is made for it."""
+        return 0 if type(self.root) is int else _letters(self.root, 0)
 
     @property
     def has_simple_keys(self) -> bool:

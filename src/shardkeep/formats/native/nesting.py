@@ -100,6 +100,7 @@ class StoredStructure(Structure):
                 raise ValueError("the leaves of the structure are not the rows of the tables")
         pairs = zip(found.kinds, self._rows.tolist(), strict=True)
         names = [self._tables[kind][row] for kind, row in pairs]
-        if found.has_simple_keys and found.names != names:
+        # Counted first: a long key above many leaves would make more names than any memory holds.
+        if found.has_simple_keys and (found.letters > sum(map(len, names)) or found.names != names):
             raise ValueError("names do not follow from the structure")
         return names
