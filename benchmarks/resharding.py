@@ -42,7 +42,7 @@ UNDER_TORCH = "shardkeep under torch"
 APART = f"{UNDER_TORCH}, each for itself"
 MODULES = (*PRELOAD, "torch.distributed.checkpoint", "benchmarks.resharding")
 """What the server imports before it forks ranks."""
-TINY = Scenario("warm-up", 1, "rows", 1, "rows", (64, 8), 2)
+TINY = Scenario("warm-up", 1, "rows", 1, "rows", ((64, 8),) * 2)
 
 
 @dataclass

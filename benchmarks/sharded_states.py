@@ -15,6 +15,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from benchmarks.states import training_state
+
 Cut = Literal["rows", "columns", "replicated"]
 MIB = 1 << 20
 COLUMNS = 2048
@@ -30,13 +32,22 @@ class Scenario:
     cut: Cut
     load_ranks: int
     load_cut: Cut
-    shape: tuple[int, int]
-    count: int
+    shapes: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
         """Of all tensors, each element once: what is wanted by the ranks together."""
-        return prod(self.shape) * 4 * self.count
+        return sum(map(prod, self.shapes)) * 4
+
+
+def training_shapes(nbytes: int) -> tuple[tuple[int, int], ...]:
+    """Of the tensors that `benchmarks io` saves, as float32: thousands, from one element on."""
+    shapes = [leaf.shape for leaf in training_state(nbytes)]
+    scale = nbytes / sum(prod(shape) * 4 for shape in shapes)
+    return tuple(
+        (max(1, int(shape[0] * scale)) if len(shape) == 2 else prod(shape[:1]), prod(shape[1:]))
+        for shape in shapes
+    )
 
 
 def scenarios(nbytes: int) -> list[Scenario]:
@@ -46,7 +57,7 @@ def scenarios(nbytes: int) -> list[Scenario]:
         # Chunks of 8 MiB and a little, so that nothing lies on a round number.
         rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
         count = max(1, nbytes // (rows * COLUMNS * 4))
-        return Scenario(name, ranks, cut, load_ranks, load_cut, (rows, COLUMNS), count)
+        return Scenario(name, ranks, cut, load_ranks, load_cut, ((rows, COLUMNS),) * count)
 
     rows = max(8, nbytes // 3400 // 4 // 64)
     return [
@@ -54,7 +65,7 @@ def scenarios(nbytes: int) -> list[Scenario]:
         large("4 to 6, rows", 4, "rows", 6, "rows"),
         large("4 to 4, rows to columns", 4, "rows", 4, "columns"),
         large("4 to 4, replicated", 4, "replicated", 4, "replicated"),
-        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", (rows, 64), 3400),
+        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", ((rows, 64),) * 3400),
     ]
 
 
@@ -81,17 +92,20 @@ def sharded(scenario: Scenario, cut: Cut, rank: int, ranks: int, fill: bool) -> 
     """The nested state of one rank: DTensors on a mesh of one dimension."""
     mesh = init_device_mesh("cpu", (ranks,))
     placement = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}[cut]
-    shape = torch.Size(scenario.shape)
-    where = box(scenario.shape, cut, rank, ranks)
-    sizes = [part.stop - part.start for part in where]
     out: dict[str, Any] = {}
-    for number in range(scenario.count):
+    for number, shape in enumerate(scenario.shapes):
+        where = box(shape, cut, rank, ranks)
         if fill:
-            local = torch.from_numpy(elements(number, scenario.shape, where))
+            local = torch.from_numpy(elements(number, shape, where))
         else:
-            local = torch.full(sizes, -1.0)
+            local = torch.full([part.stop - part.start for part in where], -1.0)
         tensor = DTensor.from_local(
-            local, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1)
+            local,
+            mesh,
+            [placement],
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=(shape[1], 1),
         )
         out.setdefault(f"layer{number // 16}", {})[f"weight{number % 16}"] = tensor
     return {"model": out}
@@ -99,11 +113,11 @@ def sharded(scenario: Scenario, cut: Cut, rank: int, ranks: int, fill: bool) -> 
 
 def check(state: dict[str, Any], scenario: Scenario, cut: Cut, rank: int, ranks: int) -> None:
     """Every element of a rank is the one that belongs there."""
-    where = box(scenario.shape, cut, rank, ranks)
     tensors = [tensor for layer in state["model"].values() for tensor in layer.values()]
     for number, tensor in enumerate(tensors):
+        shape = scenario.shapes[number]
         local = tensor.to_local().numpy()
-        expected = elements(number, scenario.shape, where)
+        expected = elements(number, shape, box(shape, cut, rank, ranks))
         if not np.array_equal(local.view(np.uint32), expected.view(np.uint32)):
             raise AssertionError(f"rank {rank}: tensor {number} was not loaded as it was saved")
         tensor.to_local().fill_(-1.0)

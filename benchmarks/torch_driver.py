@@ -20,7 +20,7 @@ from benchmarks.resharding import (
     run,
 )
 from benchmarks.rounds import need_memory, scratch
-from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario
+from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario, training_shapes
 from shardkeep.testing.processes import RankServer
 
 SIDES = (UNDER_TORCH, APART, "torch DCP")
@@ -34,18 +34,22 @@ def scenarios(nbytes: int) -> list[Scenario]:
     def large(name: str, ranks: int, load_ranks: int, load_cut: Cut = "rows") -> Scenario:
         rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
         count = max(1, nbytes // (rows * COLUMNS * 4))
-        return Scenario(name, ranks, "rows", load_ranks, load_cut, (rows, COLUMNS), count)
+        return Scenario(name, ranks, "rows", load_ranks, load_cut, ((rows, COLUMNS),) * count)
 
     rows = max(8, nbytes // 3400 // 4 // 64)
     wide = max(1, nbytes // (16 * WIDE * 4))
+    training = training_shapes(nbytes)
     return [
+        Scenario("1 to 1, training", 1, "rows", 1, "rows", training),
+        Scenario("4 to 4, training", 4, "rows", 4, "rows", training),
+        Scenario("4 to 6, training", 4, "rows", 6, "rows", training),
         large("1 to 1", 1, 1),
         large("4 to 4, rows", 4, 4),
         large("4 to 3, rows", 4, 3),
         large("4 to 6, rows", 4, 6),
         large("4 to 4, rows to columns", 4, 4, "columns"),
-        Scenario("4 to 4, rows to wide columns", 4, "rows", 4, "columns", (16, WIDE), wide),
-        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", (rows, 64), 3400),
+        Scenario("4 to 4, rows to wide columns", 4, "rows", 4, "columns", ((16, WIDE),) * wide),
+        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", ((rows, 64),) * 3400),
     ]
 
 

@@ -192,7 +192,7 @@ def test_resharding(disk):
 
     from shardkeep.testing.processes import RankServer
 
-    scenario = Scenario("1 to 2", 1, "rows", 2, "columns", (70, 30), 3)
+    scenario = Scenario("1 to 2", 1, "rows", 2, "columns", ((70, 30), (1, 1), (5, 30)))
     with RankServer(resharding.MODULES) as server:
         seen = resharding.run(server, scenario, 1, disk)
         under = resharding.run(server, scenario, 1, disk, torch_driver.SIDES)
