@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
 import random
 import warnings
 from collections import deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 
 import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep import CorruptionError, UnsupportedValueError
+from shardkeep import CorruptionError, UnsupportedValueError, collector
 
 torch = pytest.importorskip("torch")
 
@@ -678,3 +680,59 @@ def test_objects_that_hold_queues_and_sparse_tensors(tmp_path):
 def test_arrays_of_types_that_torch_lacks():
     with pytest.raises(shardkeep.FormatError, match="torch has no dtype int4"):
         _build_tensor("int4", (1,), b"1")
+
+
+class Looking:
+    """Part of a planner: remembers whether the collector was on while it planned."""
+
+    def create_local_plan(self):
+        self.collected = gc.isenabled()
+        return super().create_local_plan()
+
+
+class LookingSave(Looking, DefaultSavePlanner):
+    pass
+
+
+class LookingLoad(Looking, DefaultLoadPlanner):
+    pass
+
+
+def end_all_pauses():
+    """Also those of tests before, in which a save failed."""
+    for one in list(collector._pauses):
+        one.end()
+
+
+def test_the_collector_waits_while_torch_plans(tmp_path):
+    end_all_pauses()
+    saves, loads = LookingSave(), LookingLoad()
+    dcp.save(state(), storage_writer=bridge.StorageWriter(tmp_path), planner=saves)
+    end_all_pauses()
+    dcp.load(state(), storage_reader=bridge.StorageReader(tmp_path), planner=loads)
+    assert not saves.collected
+    assert not loads.collected
+
+
+def test_the_collector_goes_on_beside_a_save_on_another_thread(tmp_path):
+    end_all_pauses()
+    planner = LookingSave()
+    writer = bridge.StorageWriter(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(dcp.save, state(), storage_writer=writer, planner=planner).result()
+    assert planner.collected
+    assert gc.isenabled()
+
+
+def test_a_plan_that_fails_pauses_the_collector_until_the_next_call(tmp_path):
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self):
+            raise ValueError("no plan")
+
+    end_all_pauses()
+    writer = bridge.StorageWriter(tmp_path)
+    with pytest.raises(CheckpointException, match="no plan"):
+        dcp.save(state(), storage_writer=writer, planner=Failing())
+    assert not gc.isenabled()
+    writer.reset()
+    assert gc.isenabled()

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import planner as dcp_planner
 from torch.distributed.checkpoint import storage as dcp_storage
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from shardkeep.collector import paused_collector
+from shardkeep.collector import CollectorPause, paused_collector
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.budget import checked_budget
 from shardkeep.engine.passing import pass_on
@@ -86,6 +86,8 @@ class StorageReader(dcp_storage.StorageReader):
         self._alone = False
         self._window: Window | None = None  # through which others will see what this rank reads
         self._looked_up: tuple[list[dcp_planner.ReadItem], ReadItems] | None = None
+        self._planning = CollectorPause()
+        """While torch plans: an object or two for each tensor, on each rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without open files."""
@@ -108,6 +110,7 @@ class StorageReader(dcp_storage.StorageReader):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another load."""
+        self._planning.end()
         self._native = self._metadata = None  # whoever has the metadata may still look at it
         self._planned, self._alone = None, False
         self._looked_up = None
@@ -143,6 +146,7 @@ class StorageReader(dcp_storage.StorageReader):
         self.storage_data = metadata.storage_data
         self.rank = kwargs.get("rank")
         self.use_collectives = kwargs.get("use_collectives", True)
+        self._planning.begin()
 
     def prepare_local_plan(self, plan: dcp_planner.LoadPlan) -> dcp_planner.LoadPlan:
         """Say which record this rank has opened, and what it will read."""
@@ -199,8 +203,8 @@ class StorageReader(dcp_storage.StorageReader):
         self, plan: dcp_planner.LoadPlan, planner: dcp_planner.LoadPlanner
     ) -> torch.futures.Future[None]:
         """Objects first: they are small, and may still refuse the load. Then all tensors."""
-        share = self._share(take_word(SharedReads, plan.storage_data))
         try:
+            share = self._share(take_word(SharedReads, plan.storage_data))
             if self.read_once is True and world_size() > 1 and not self._alone:
                 coordinator = coordinator_for(self.process_group)
                 with coordinator.call("load"):
@@ -208,6 +212,7 @@ class StorageReader(dcp_storage.StorageReader):
             else:
                 self._read(plan, planner, None, share)
         finally:
+            self._planning.end_soon()
             self._close_window()  # others need not wait for what it would have shown
         future: torch.futures.Future[None] = torch.futures.Future()
         future.set_result(None)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
+from shardkeep.collector import CollectorPause, paused_collector
 from shardkeep.errors import PlanError
 from shardkeep.formats.native.layout import plan_layout
 from shardkeep.formats.native.names import RECORD, new_save_id
@@ -104,6 +105,8 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         self._native: NativeWriter | None = None
         self._busy = False
         self._unfinished: weakref.finalize[..., Any] | None = None
+        self._planning = CollectorPause()
+        """While torch plans: an object or two for each tensor, on each rank."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to a save under way: another process begins its own."""
@@ -152,6 +155,7 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
                 "rank of as many can load; the native format has whole tensors only. Leave it out, "
                 "or give each rank a directory of its own and no_dist=True"
             )
+        self._planning.begin()
 
     def prepare_local_plan(self, plan: dcp_planner.SavePlan) -> dcp_planner.SavePlan:
         """Refuse what cannot be stored, and a checkpoint that may not be replaced."""
@@ -191,6 +195,16 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
     ) -> torch.futures.Future[list[dcp_storage.WriteResult]]:
         """Write this rank's share; on return it is durable."""
+        future: torch.futures.Future[list[dcp_storage.WriteResult]] = torch.futures.Future()
+        try:
+            future.set_result(self._write(plan, planner))
+        finally:
+            self._planning.end_soon()
+        return future
+
+    def _write(
+        self, plan: dcp_planner.SavePlan, planner: dcp_planner.SavePlanner
+    ) -> list[dcp_storage.WriteResult]:
         word = take_word(Word, plan.storage_data)
         if self._native is None:
             self._follow(word)
@@ -201,7 +215,7 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         native.ranks_on_host = ranks_on_host(1 if word is None else word.world_size)
         self._busy = True
         try:
-            done = self._write(native, plan, planner, rank)
+            done = self._write_items(native, plan, planner, rank)
         except BaseException:
             # Without this rank's word nothing is committed, so its files can go. So can the lease:
             # the coordinator's writer is not told, and would hold it for as long as it lives.
@@ -212,11 +226,9 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
             self._busy = False
         if not self.is_coordinator:
             self._end()  # only the coordinator will know what becomes of them
-        future: torch.futures.Future[list[dcp_storage.WriteResult]] = torch.futures.Future()
-        future.set_result(done)
-        return future
+        return done
 
-    def _write(
+    def _write_items(
         self,
         native: NativeWriter,
         plan: dcp_planner.SavePlan,
@@ -240,13 +252,15 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         assert native is not None
         self._busy = True
         try:
-            self._commit(native, metadata, results)
+            with paused_collector():
+                self._commit(native, metadata, results)
         except BaseException:
             native.abort(committing=True)
             raise
         finally:
             self._busy = False
             self._end()
+            self._planning.end_soon()
 
     def _commit(
         self,
@@ -313,6 +327,7 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
                 f"this writer is writing {self.path} on another thread; wait for that save, or use "
                 "a writer for each"
             )
+        self._planning.end()
         native = self._native
         self._end()
         if native is not None:
