@@ -57,15 +57,26 @@ class OpenedFile:
         return bytes(buffer[:got])
 
     def expect(self, places: Iterable[int]) -> None:
-        """Have the system begin to read what lies around some bytes, in ascending order."""
-        if not hasattr(os, "posix_fadvise"):
-            return
-        end = -1
-        with contextlib.suppress(OSError):
-            for at in places:
-                if end <= at < self.size:
-                    low, end = max(0, at - _AHEAD // 4), at + _AHEAD // 4
-                    os.posix_fadvise(self._file.fd, low, end - low, os.POSIX_FADV_WILLNEED)
+        """Have the system begin to read all that `read` will take around some bytes, in ascending
+        order."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                for low, high in _joined(places, self.size):
+                    os.posix_fadvise(self._file.fd, low, high - low, os.POSIX_FADV_WILLNEED)
+
+
+def _joined(places: Iterable[int], size: int) -> Iterator[tuple[int, int]]:
+    """What lies around places of a file, those that are near each other together."""
+    low = high = -1
+    for at in places:
+        begin, end = max(0, at - _AHEAD // 4), min(at + _AHEAD, size)
+        if begin > high:
+            if low < high:
+                yield low, high
+            low = begin
+        high = max(high, end)
+    if low < high:
+        yield low, high
 
 
 @contextmanager
