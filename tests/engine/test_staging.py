@@ -31,6 +31,12 @@ class Device:
         self.released = []
         self.pinned = 0
         self.has_room = True
+        self.computing = []
+
+    def settle(self):
+        while self.computing:
+            self.computing.pop()()
+        return self
 
     def allocate(self, nbytes):
         return page_aligned(nbytes)
@@ -148,7 +154,7 @@ def device(monkeypatch):
     monkeypatch.setattr(
         adapter, "sink", lambda self, value, dtype: Sink(value.view(dtype.bits()), dtype)
     )
-    monkeypatch.setattr(adapter, "settle", lambda self, values, wait=True: DEVICES[-1])
+    monkeypatch.setattr(adapter, "settle", lambda self, values, wait=True: DEVICES[-1].settle())
     DEVICES.append(Device())
     yield DEVICES[-1]
     DEVICES.clear()
@@ -207,6 +213,19 @@ def test_small_ones_travel_together(tmp_path, device, monkeypatch, refuses, cast
         assert np.array_equal(target[name], array), name
     assert (device.together > 100) is not refuses
     assert device.released
+
+
+def test_what_is_still_computed_is_waited_for(tmp_path, device):
+    """Also where the plan of the save before is used again."""
+    array = np.zeros(5000)
+    with shardkeep.Checkpointer() as keeper:
+        for step in range(3):
+            device.computing.append(lambda step=step: array.fill(step + 1))
+            done = keeper.save({"a": array}, tmp_path / str(step))
+            assert done.stats["plan_reused"] == (step > 0)
+            with shardkeep.open(tmp_path / str(step)) as found:
+                np.testing.assert_array_equal(found["a"][...], np.full(5000, step + 1.0))
+            assert device.late > step  # it travels as what is on a device
 
 
 def test_digests_are_those_of_what_has_arrived(tmp_path, device):
