@@ -27,6 +27,7 @@ from shardkeep import (
 )
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native.header import Entry, header_room, read_header, write_header
+from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.names import DIGESTS
 from shardkeep.formats.native.record import decode_head, decode_record, encode_record
 from shardkeep.tree import Structure
@@ -59,10 +60,11 @@ def parts() -> dict:
 class Forge:
     """A good checkpoint, to be rewritten with digests that fit."""
 
-    def __init__(self, path: Path, state: dict | None = None) -> None:
+    def __init__(self, path: Path, state: dict | None = None, **options) -> None:
         self.path = path
         state = parts() if state is None else state
-        shardkeep.save(state, path, storage_writer=NativeWriter(block=BLOCK), no_dist=True)
+        writer = NativeWriter(block=BLOCK, **options)
+        shardkeep.save(state, path, storage_writer=writer, no_dist=True)
         self.record = decode_record((path / "checkpoint.json").read_bytes(), "")
         data = (path / self.record.index.name).read_bytes()
         length = int.from_bytes(data[:8], "little")
@@ -294,6 +296,27 @@ def test_hostile_records(forge):
         finally:
             record.write_bytes(original)
     assert shardkeep.verify(forge.path).ok
+
+
+@pytest.mark.parametrize(("kind", "other"), [("blake3", "xxh3-128"), ("xxh3-128", "blake3")])
+def test_a_record_is_digested_as_its_files_are(tmp_path, kind, other):
+    """Whoever pins its digest pins all of it, with digests as strong as that one."""
+    pytest.importorskip("blake3")
+    shardkeep.save(state(), tmp_path, storage_writer=NativeWriter(digest=kind), no_dist=True)
+    table = json.loads((tmp_path / "checkpoint.json").read_bytes())
+    del table["digest"]
+
+    def seal(name):
+        head = json.dumps(table).encode()[:-1] + f',\n "digest": "{name}:'.encode()
+        digest = algorithm(name).digest(head).hex().encode()
+        (tmp_path / "checkpoint.json").write_bytes(head + digest + b'"\n}\n')
+
+    seal(kind)
+    assert shardkeep.verify(tmp_path).ok
+    seal(other)
+    refused(tmp_path)
+    with pytest.raises(FormatError, match="digested with another algorithm"):
+        load_all(tmp_path)
 
 
 BODIES = {
@@ -685,6 +708,46 @@ def test_chunks_of_a_kept_file_that_share_bytes(tmp_path, pair):
     assert problem.names == tuple(sorted(names[row] for row in pair))
     assert problem.text == f"chunks of {' and '.join(problem.names)} share bytes"
     assert problem.file == forge.record.index.name
+
+
+def test_chunks_of_any_kept_file_that_share_bytes(tmp_path):
+    """Equal places in different files are none that are shared."""
+    names, limits = "uvwxyz", Limits(payload=128, least=1, together=1)
+    forge = Forge(tmp_path / "c", {name: np.zeros(8) for name in names}, limits=limits)
+    files = tuple(replace(row, kept=True) for row in forge.record.files)
+    assert len(files) == 3
+    forge.record = replace(forge.record, files=files)
+    forge.change()
+    assert shardkeep.verify(forge.path).ok
+    file, column = forge.columns["chunk.file"], forge.columns["chunk.start"]
+    for number in range(3):
+        one, other = np.flatnonzero(file == number)
+        forge.change(chunk__start=at(column, one, column[other]))
+        (problem,) = shardkeep.verify(forge.path).problems
+        assert problem.names == tuple(sorted(names[row] for row in (one, other)))
+        assert "share bytes" in problem.text
+
+
+def test_what_is_wrong_with_an_index_is_told_once(forge):
+    """Whether its bytes are damaged or make no sense, and whatever else is wrong."""
+    index, data = forge.path / forge.record.index.name, forge.path / forge.record.files[0].name
+
+    def damaged(file):
+        changed = bytearray(file.read_bytes())
+        changed[-1] ^= 1
+        file.write_bytes(changed)
+
+    def found():
+        return [problem.file for problem in shardkeep.verify(forge.path).problems]
+
+    whole = index.read_bytes()
+    damaged(index)
+    assert found() == [forge.record.index.name]
+    index.write_bytes(whole)
+    forge.change(value__file=at(forge.columns["value.file"], 0, 1))
+    assert found() == [forge.record.index.name]
+    damaged(data)
+    assert sorted(found()) == sorted([forge.record.index.name, forge.record.files[0].name])
 
 
 def test_chunks_that_share_bytes_are_found_by_verify(forge):
