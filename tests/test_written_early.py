@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import ShardedArray, StorageError, ThreadRanks
+from shardkeep import NativeWriter, ShardedArray, StorageError, ThreadRanks
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native import early
 from shardkeep.formats.native.files import FileWriter
 from shardkeep.formats.native.reader import NativeReader
+from shardkeep.stores.local import LocalStore
 from test_incremental import assert_holds, kept_bytes, record_of
 
 BLOCK = 128 << 10
@@ -212,6 +214,51 @@ def test_nothing_is_left_of_what_was_written_early(tmp_path, eager, monkeypatch)
         shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
     assert os.listdir(tmp_path / "1" / "data") == []
     assert not [t for t in threading.enumerate() if t.name == "shardkeep-behind"]
+
+
+def test_a_file_that_is_begun_late_goes_too_if_comparing_fails(tmp_path, eager):
+    """Whoever gives up waits for what is written early: its name is known only then."""
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    state["w1"] += 1
+    begun, failed, written = threading.Event(), threading.Event(), []
+
+    class Late(LocalStore):
+        def create(self, name):
+            if "-r00000-0" in name:
+                begun.set()
+                assert failed.wait(60)
+                time.sleep(0.3)
+                written.append(name)
+            return super().create(name)
+
+    def fail(nbytes):
+        if not failed.is_set():
+            assert begun.wait(60)
+            failed.set()
+            raise RuntimeError("no more")
+
+    writer = NativeWriter(open_store=Late, progress=fail)
+    with pytest.raises(RuntimeError, match="no more"):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", storage_writer=writer)
+    for thread in threading.enumerate():
+        if thread.name == "shardkeep-behind":
+            thread.join(60)
+    assert written
+    assert os.listdir(tmp_path / "1" / "data") == []
+
+
+def test_who_compares_says_that_it_goes_on(tmp_path):
+    """Before anything is kept or written: who cancels need not wait for that."""
+    state, seen = large_state(), []
+    shardkeep.save(state, tmp_path / "0")
+    state["small"] += 1
+    done = shardkeep.save(
+        state, tmp_path / "1", base=tmp_path / "0", progress=lambda done, total: seen.append(done)
+    )
+    assert seen == sorted(seen)
+    assert seen[0] == 0
+    assert seen[-1] >= done.stats["kept_bytes"] > 0
 
 
 @pytest.mark.parametrize("written", [True, False])

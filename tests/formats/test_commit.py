@@ -18,6 +18,7 @@ from shardkeep import (
     CheckpointNotFoundError,
     NativeWriter,
     StorageError,
+    ThreadRanks,
 )
 from shardkeep.formats.native import claiming, commit
 from shardkeep.formats.native.claiming import see_lease, take_lease
@@ -101,6 +102,27 @@ def test_a_commit_that_fails_leaves_what_there_was(tmp_path, overwrite):
     else:
         with pytest.raises(CheckpointNotFoundError):
             shardkeep.open(path)
+
+
+def test_a_commit_that_fails_leaves_no_file_of_any_rank(tmp_path):
+    """The others cannot know that it failed for sure, and leave theirs to the coordinator."""
+    path, seen = tmp_path / "a", []
+
+    class Failing(LocalStore):
+        def link(self, old: str, new: str) -> None:
+            seen.extend(os.listdir(path / "data"))
+            raise OSError(errno.EIO, "broken")
+
+    def work(coordinator):
+        mine = {f"w{coordinator.rank}": np.arange(10)}
+        writer = NativeWriter(open_store=Failing)
+        with pytest.raises(StorageError, match=r"committing .*broken"):
+            shardkeep.save(mine, path, storage_writer=writer, process_group=coordinator)
+
+    ThreadRanks(3).run(work)
+    assert {f"r{rank:05}" for rank in range(3)} <= {name.split("-")[1] for name in seen}
+    assert os.listdir(path / "data") == []
+    assert names(path) == []
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ESTALE])

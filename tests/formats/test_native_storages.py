@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep import CorruptionError, MetadataIndex, NativeReader, NativeWriter
+from shardkeep import (
+    CorruptionError,
+    DefaultSavePlanner,
+    MetadataIndex,
+    NativeReader,
+    NativeWriter,
+)
 from shardkeep.formats.native.layout import Limits
 
 
@@ -98,6 +106,20 @@ def test_a_writer_tells_of_a_checkpoint_what_a_reader_finds(tmp_path):
         assert b"some text 0" in held
     finally:
         reader.close()
+
+
+class Listing(DefaultSavePlanner):
+    """Says in a plain dict what will be stored, as planners that are not ours may."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, replace(metadata, state_dict_metadata=dict(metadata.state_dict_metadata))
+
+
+def test_a_writer_says_which_planners_it_understands(tmp_path):
+    with pytest.raises(TypeError, match="needs the metadata of the default planner"):
+        shardkeep.save(a_state(), tmp_path, planner=Listing())
+    assert [path.name for path in tmp_path.rglob("*")] == ["data"]
 
 
 def test_a_writer_may_be_made_with_its_base(tmp_path):
