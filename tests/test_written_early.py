@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep import NativeWriter, ShardedArray, StorageError, ThreadRanks
+from shardkeep.coordination import SingleProcess
+from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native import early
 from shardkeep.formats.native.files import FileWriter
 from shardkeep.formats.native.reader import NativeReader
+from shardkeep.planner import SavePlanner
 from shardkeep.stores.local import LocalStore
 from test_incremental import assert_holds, kept_bytes, record_of
 
@@ -259,6 +262,25 @@ def test_who_compares_says_that_it_goes_on(tmp_path):
     assert seen == sorted(seen)
     assert seen[0] == 0
     assert seen[-1] >= done.stats["kept_bytes"] > 0
+
+
+@pytest.mark.parametrize("how", ["in memory", "by way of buffers"])
+def test_who_compares_for_long_is_seen_to_work(tmp_path, monkeypatch, how):
+    """Other ranks give up one that makes no progress."""
+    events = []
+
+    class Watched(SingleProcess):
+        def advance(self, nbytes):
+            events.append(nbytes)
+
+    state = large_state()
+    if how == "by way of buffers":
+        monkeypatch.setattr(DefaultSavePlanner, "addresses", SavePlanner.addresses)
+    shardkeep.save(state, tmp_path / "0")
+    with shardkeep.Checkpointer(process_group=Watched()) as keeper:
+        done = keeper.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert 1 in events[: events.index(done.stats["kept_bytes"])]
+    assert done.stats["bytes"] < 1 * MIB
 
 
 @pytest.mark.parametrize("written", [True, False])

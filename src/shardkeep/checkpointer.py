@@ -441,7 +441,13 @@ class Checkpointer(Closing):
             if shown is not None:
                 shown(nbytes)
 
+        def worked() -> None:
+            coordinator.advance(1)
+            count(0)  # somebody may want to stop it
+
         settings["progress"] = count
+        if isinstance(storage, NativeWriter):
+            settings["worked"] = worked
         settings["memory_budget"] = storage.memory_budget if budget is None else budget
         before = {key: getattr(storage, key) for key in settings}
         try:

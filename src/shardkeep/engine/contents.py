@@ -29,7 +29,7 @@ def digest_memory(
     *,
     algorithm: Algorithm,
     threads: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    worked: Callable[[], None] = lambda: None,
 ) -> Column:
     """The content digest of each chunk, one row for each, digested where it lies in host memory;
     which the caller keeps as it is meanwhile."""
@@ -41,7 +41,7 @@ def digest_memory(
         places = (address[first:last] + np.uint64(low)).tolist()
         parts = [view_memory(at, end - low) for at, end in zip(places, ends, strict=True)]
         digests.add_run(first, [low] * len(parts), parts)
-        progress(0)
+        worked()
 
     run_in_order(_tasks(nbytes), work, threads)
     return digests.results()
@@ -74,7 +74,7 @@ def digest_sources(
     algorithm: Algorithm,
     pool: BufferPool,
     threads: int,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    worked: Callable[[], None] = lambda: None,
 ) -> Column:
     """The content digest of each chunk, one row for each, by way of the pool's buffers. Chunks lie
     end to end, from 0 on."""
@@ -92,7 +92,7 @@ def digest_sources(
                 if staging is not None:
                     staging.fence()()
             digests.add_stretch(chunks.start, rows, low, data.data)
-        progress(0)
+        worked()
 
     run_in_order(range(0, total, pool.unit), work, min(threads, pool.threads))
     return digests.results()

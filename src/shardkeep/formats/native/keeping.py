@@ -100,13 +100,13 @@ def compare(
     block: int,
     pool: BufferPool,
     threads: int,
-    progress: Callable[[int], None],
+    worked: Callable[[], None],
     write_early: WriteEarly | None = None,
 ) -> Same:
     """Which of a rank's chunks the base has, bit for bit, by their content digests.
 
     A base that cannot be read, or is digested in another way, has none. What is sure to have
-    changed `write_early` may write meanwhile.
+    changed `write_early` may write meanwhile. `worked` is told whenever some more is compared.
     """
     everything = np.arange(len(items.chunks))
     with paused_collector():  # it would look at everything the program has, now and then
@@ -140,7 +140,7 @@ def compare(
         algorithm=algorithm,
         pool=pool,
         threads=threads,
-        progress=progress,
+        worked=worked,
     )
     same = left[(digests == wanted[left]).all(axis=1)]
     return Same(found.row[same], found.file[same], found.start[same], save_id)
@@ -155,7 +155,7 @@ def _contents(
     algorithm: Algorithm,
     pool: BufferPool,
     threads: int,
-    progress: Callable[[int], None],
+    worked: Callable[[], None],
 ) -> Column:
     """Content digests of some chunks, as they are now."""
     nbytes = items.chunks.nbytes(items.tensors)[rows]
@@ -164,7 +164,7 @@ def _contents(
     far = far[np.argsort(-itemsize[far], kind="stable")]  # so that no element is cut in two
     out = np.zeros((len(rows), algorithm.size), np.uint8)
     out[near] = digest_memory(
-        address[near], nbytes[near], algorithm=algorithm, threads=threads, progress=progress
+        address[near], nbytes[near], algorithm=algorithm, threads=threads, worked=worked
     )
     end_to_end = Chunks(
         np.cumsum(nbytes[far]) - nbytes[far],
@@ -173,7 +173,7 @@ def _contents(
         lambda first, last: planner.sources(items, rows[far[first:last]]),
     )
     out[far] = digest_sources(
-        end_to_end, algorithm=algorithm, pool=pool, threads=threads, progress=progress
+        end_to_end, algorithm=algorithm, pool=pool, threads=threads, worked=worked
     )
     return out
 

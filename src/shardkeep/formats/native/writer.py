@@ -122,6 +122,8 @@ class NativeWriter(StorageWriter):
         self.limits = limits
         self.memory_budget = memory_budget
         self.progress = progress
+        self.worked: Callable[[], None] = lambda: None
+        """Told of work that moves no bytes, which `progress` does not count."""
         self.before_commit: Callable[[], None] = lambda: None
         """Called as the last thing before the commit; what it raises stops it."""
         self.ranks_on_host = 1
@@ -257,7 +259,7 @@ class NativeWriter(StorageWriter):
                 block=self.block,
                 pool=pool,
                 threads=threads,
-                progress=self.progress or (lambda nbytes: None),
+                worked=self.worked,
                 write_early=None if alone else lambda rows: self._write_early(items, rows, planner),
             )
             self._writing.wait()
