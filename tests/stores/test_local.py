@@ -609,3 +609,40 @@ def test_threads_that_ask_first_get_the_same_answer(store, monkeypatch):
         for thread in threads:
             thread.join()
         assert answers == [True] * 4
+
+
+@posix
+@pytest.mark.parametrize("while_what", ["is_cold", "read_into", "read_direct"])
+def test_a_file_that_is_closed_meanwhile_says_so(store, monkeypatch, while_what):
+    """Whatever a thread was just about to do with it, by whichever descriptor."""
+    write(store, "a", os.urandom(8192))
+    file = store.open("a")
+    file._direct, file._alignment = file.fd, 4096
+
+    def closing_before(plain):
+        def work(*args):
+            file.close()
+            return plain(*args)
+
+        return work
+
+    if while_what == "is_cold":
+        monkeypatch.setattr(reading, "is_cached", closing_before(is_cached))
+        assert not file.is_cold(0, 8192)  # what then reads it says why it cannot
+    else:
+        monkeypatch.setattr(reading, "_read_some", closing_before(reading._read_some))
+    size = (8192,) if while_what == "read_direct" else ()
+    read = file.read_direct if size else file.read_into
+    with pytest.raises(StorageError, match="was closed"):
+        read(memoryview(bytearray(8192)), 0, *size)
+
+
+@posix
+def test_who_cannot_be_asked_what_is_cached_has_it_all(monkeypatch):
+    monkeypatch.setattr(page_cache, "_count", lambda *args: -1)
+    low, high = os.pipe()
+    try:
+        assert is_cached(low, 0, 8192)  # no file, and so no advice
+    finally:
+        os.close(low)
+        os.close(high)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -61,10 +62,11 @@ def _has_page(fd: int, offset: int, nbytes: int) -> bool:
         return True
     # To ask may bring the page in: another one each time, and without those around it.
     at = offset + random.randrange(nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
     try:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return os.preadv(fd, [bytearray(mmap.PAGESIZE)], at, flag) == mmap.PAGESIZE
     except OSError as error:
         return error.errno != errno.EAGAIN
     finally:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_NORMAL)

@@ -56,16 +56,24 @@ class ReadFile:
         """Fill `out` from a position; returns fewer bytes only at the end of the file."""
         done = 0
         while done < len(out):
-            if self.fd < 0:
-                raise StorageError(f"{self.path} was closed; open the checkpoint again")
+            fd = self.fd
+            if fd < 0:
+                raise self._closed()
             try:
-                got = _read_some(self.fd, out[done:] if done else out, offset + done)
+                got = _read_some(fd, out[done:] if done else out, offset + done)
             except InterruptedError:
                 continue
+            except OSError as error:
+                if self.fd < 0:
+                    raise self._closed() from error
+                raise
             if got == 0:
                 break
             done += got
         return done
+
+    def _closed(self) -> StorageError:
+        return StorageError(f"{self.path} was closed; open the checkpoint again")
 
     def is_cold(self, offset: int, nbytes: int) -> bool:
         """Whether these bytes are better read around the page cache, and can be."""
@@ -92,9 +100,9 @@ class ReadFile:
             except OSError as error:
                 if error.errno in _REFUSED:
                     self._end_direct()
-                elif error.errno not in _NOT_THERE:
+                elif error.errno not in _NOT_THERE and self.fd >= 0:
                     raise
-                break
+                break  # also where the file was closed meanwhile: what reads the rest says so
             if got == 0:
                 return done, done
             done += got
