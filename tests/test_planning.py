@@ -746,10 +746,32 @@ class Twice:
         return self.array
 
 
-def test_copies_on_one_rank_are_compared_too(tmp_path):
-    save_on(tmp_path, *({"t": Twice(np.tile(np.arange(4.0), 2))} for _ in range(2)))
+@pytest.mark.parametrize("world", [1, 2])
+def test_copies_on_one_rank_are_compared_too(tmp_path, world):
+    save_on(tmp_path, *({"t": Twice(np.tile(np.arange(4.0), 2))} for _ in range(world)))
+    assert same(np.arange(4.0), shardkeep.open(tmp_path / "0")["t"][...])
     with pytest.raises(PlanError, match="t offsets"):
-        save_on(tmp_path / "x", *({"t": Twice(np.arange(8.0))} for _ in range(2)))
+        save_on(tmp_path / "x", *({"t": Twice(np.arange(8.0))} for _ in range(world)))
+
+
+@pytest.mark.parametrize("others", [[], [{}]])
+def test_copies_of_no_other_rank_that_differ_are_said_to_be_of_one(tmp_path, others):
+    text = r"(?s)twice on one rank.*t offsets.* on rank 0\n"
+    with pytest.raises(PlanError, match=text) as caught:
+        save_on(tmp_path, {"t": Twice(np.arange(8.0)), "v": 1}, *others)
+    assert "differ between ranks" not in str(caught.value)
+
+
+def test_a_process_that_holds_each_box_once_compares_nothing(saver):
+    asked = []
+
+    class Counting(shardkeep.DefaultSavePlanner):
+        def digests(self, *args):
+            asked.append(args)
+            return super().digests(*args)
+
+    saver({"w": W, "v": 1}, planner=Counting())
+    assert asked == []
 
 
 @given(st.data())

@@ -184,7 +184,7 @@ class Planning:
             plans = writer.prepare_global_plan(plans, self.metadata)
             renamed = ours.renamed if ours is not None else [{}] * len(plans)
             to_compare = [b""] * len(plans)
-            if ours is not None and ours.shared is not None and len(plans) > 1:
+            if ours is not None and ours.shared is not None:
                 to_compare = ours.shared.messages(len(plans))
             number = secrets.token_bytes(16)
             return [
@@ -213,7 +213,7 @@ class Planning:
     # --- undeclared replicas
 
     def _compare(self, share: bytes, shared: Shared | None) -> bool:
-        """Digest what is shared with other ranks; an error names what differs. False: stale."""
+        """Digest what is held more than once; an error names what differs. False: stale."""
         if not share:
             return True
         planner = self._ours

@@ -116,25 +116,28 @@ class Shared:
         start = np.flatnonzero(np.diff(item, prepend=-1))
         first = np.repeat(start, np.diff(np.append(start, len(item))))
         bad = np.unique(item[(digest != digest[first]).any(axis=1)])
+        holders = {one: set(self.rank[self.item == one].tolist()) for one in bad.tolist()}
         for what, advice, some in (
+            (
+                "a box is held twice on one rank, with different contents",
+                "Give each box of a tensor once, or bring its copies together before saving.",
+                [one for one, ranks in holders.items() if len(ranks) == 1],
+            ),
             (
                 "tensors under one name differ between ranks",
                 "Parts of a model on different ranks (pipeline stages, experts) need different "
                 "names. If each rank has its own, wrap it in shardkeep.PerRank; if they should be "
                 "equal, bring them together before saving (or pass check_replicas='off').",
-                bad[bad < self.first_value],
+                [one for one in holders if one < self.first_value],
             ),
             (
                 "values under one name differ between ranks",
                 "If each rank has its own, wrap it in shardkeep.PerRank.",
-                bad[bad >= self.first_value],
+                [one for one in holders if one >= self.first_value],
             ),
         ):
-            if len(some):
-                faults = [
-                    f"{self.describe(one)} on {ranks_text(self.rank[self.item == one])}"
-                    for one in some.tolist()
-                ]
+            if some:
+                faults = [f"{self.describe(one)} on {ranks_text(holders[one])}" for one in some]
                 raise PlanError(faults_text(what, faults, ranks_hint(faults, advice)))
 
 
