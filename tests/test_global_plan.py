@@ -337,9 +337,9 @@ def test_a_list_becomes_columns_and_is_itself_again():
     plan = local_plans([{"v": 1, "a": {"b": W[:2], "c": 2}, "x": W}])[0]
     columns = WriteItems.of(list(plan.items))
     assert list(columns) == list(plan.items)
-    unnumbered = [replace(item, index=replace(item.index, index=None)) for item in plan.items]
-    columns = WriteItems.of(unnumbered)
-    assert columns.chunks.source.tolist() == columns.value_source == [-1, -1]
+    for item in plan.items:
+        with pytest.raises(PlanError, match=f"{item.index.fqn}.* index None"):
+            WriteItems.of([replace(item, index=replace(item.index, index=None))])
 
 
 def test_metadata_of_the_plan_lists_the_chunks_of_every_tensor():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import weakref
@@ -15,10 +16,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import PerRank, PlanError, ShardedArray, ThreadRanks, UnsupportedValueError
+from shardkeep import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    PerRank,
+    PlanError,
+    ShardedArray,
+    TensorProperties,
+    ThreadRanks,
+    UnsupportedValueError,
+)
+from shardkeep.arrays import HostSource
 from shardkeep.formats.native.layout import Limits
 from shardkeep.groups import coordinator_for
-from shardkeep.planner import SavePlan, SavePlanner
+from shardkeep.planner import (
+    BytesWriteData,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+)
+from shardkeep.values import encode_value
 
 W = np.arange(6.0)
 
@@ -635,6 +653,124 @@ def test_a_planner_with_data_and_sources_of_its_own_is_asked_for_them(saver):
 
     saver({"w": np.arange(5, dtype=np.uint8)}, planner=Sevens())
     assert saver.stored()["w"].tolist() == [7] * 5
+
+
+# --- plans that are lists -------------------------------------------------------------------------
+
+
+def box_item(name, low, index, size=(4,), dtype="float64"):
+    """Two elements of a tensor."""
+    box = ChunkStorageMetadata((low,), (2,))
+    data = TensorWriteData(box, TensorProperties(dtype), size)
+    return WriteItem(MetadataIndex(name, (low,), index), data)
+
+
+def value_item(name, index):
+    return WriteItem(MetadataIndex(name, None, index), BytesWriteData())
+
+
+class Listing(shardkeep.DefaultSavePlanner):
+    """Lists items, and has the elements of each by its number."""
+
+    def __init__(self, items, joined=None, finished=None):
+        super().__init__()
+        self.items, self.joined, self.finished = items, joined, finished
+
+    def create_local_plan(self):
+        super().create_local_plan()
+        return SavePlan(self.items)
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        if self.joined is not None:
+            plans = [SavePlan(self.joined(list(plan.items))) for plan in plans]
+        return plans, metadata
+
+    def finish_plan(self, new_plan):
+        if self.finished is not None:
+            new_plan = dataclasses.replace(new_plan, items=self.finished(list(new_plan.items)))
+        return new_plan
+
+    def resolve_data(self, write_item):
+        number = write_item.index.index
+        if isinstance(write_item.data, BytesWriteData):
+            return encode_value(number, where="v", allow_pickle=False).data
+        return HostSource(np.full(2, number, np.float64))
+
+
+def save_listed(path, world, items, **options):
+    def work(ranks):
+        mine = items if ranks.rank == world - 1 else []
+        shardkeep.save({}, path, planner=Listing(mine, **options), process_group=ranks)
+
+    on_ranks(world, work)
+    return shardkeep.open(path).state_dict()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_listed_items_are_known_by_their_numbers(tmp_path, world):
+    """Whichever these are, of tensors and of values apart; an item that is listed again is one."""
+    items = [box_item("a", 2, 5), box_item("a", 0, 1 << 40), box_item("b", 0, 0, (2,))]
+    items += [value_item("v", 5), value_item("w", 1 << 40), box_item("a", 2, 5)]
+    found = save_listed(tmp_path, world, items)
+    assert found["a"].tolist() == [1 << 40, 1 << 40, 5, 5]
+    assert found["b"].tolist() == [0, 0]
+    assert (found["v"], found["w"]) == (5, 1 << 40)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("items", "text"),
+    [
+        ([box_item("a", 0, 0), box_item("a", 2, None)], r"a offset \(2,\): .* index None"),
+        ([box_item("a", 0, 0), box_item("a", 2, -1)], r"a offset \(2,\): .* index -1"),
+        ([value_item("v", None)], "v: .* index None"),
+        ([box_item("a", 0, 0, (2,)), box_item("b", 0, 0, (2,))], "a .* and b .* index 0"),
+        ([box_item("a", 0, 3), box_item("a", 2, 3)], r"a .*\(0,\).* and a .*\(2,\).* index 3"),
+        ([value_item("v", 1), value_item("w", 1)], "v and w .* index 1"),
+        (
+            [box_item("a", 0, 0, (2,)), box_item("a", 0, 1, (2,))],
+            r"a offsets \(0,\) sizes \(2,\) .* index 0 and .* index 1",
+        ),
+        ([box_item("a", 0, 0), box_item("a", 2, 1, (5,))], r"a: shape \(4,\) .* shape \(5,\)"),
+        ([box_item("a", 0, 0), box_item("a", 2, 1, dtype="float32")], "a: .*float64.*float32"),
+    ],
+)
+def test_listed_items_that_could_be_others_are_refused(tmp_path, world, items, text):
+    with pytest.raises(PlanError, match=text):
+        save_listed(tmp_path, world, items)
+    assert not (tmp_path / "checkpoint.json").exists()
+
+
+def with_index(items, index):
+    change = dataclasses.replace
+    return [change(item, index=change(item.index, index=index)) for item in items]
+
+
+def unnumbered(items):
+    return with_index(items, None)
+
+
+def renumbered(items):
+    return with_index(items, 7)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    ("step", "change", "text"),
+    [
+        ("joined", unnumbered, "index None"),
+        ("joined", renumbered, "index 7"),
+        ("finished", unnumbered, "index None"),
+    ],
+)
+@pytest.mark.parametrize("item", [box_item("a", 0, 0, (2,)), value_item("v", 0)])
+def test_items_of_a_later_plan_are_those_that_were_listed(
+    tmp_path, world, step, change, text, item
+):
+    with pytest.raises(PlanError, match=text):
+        save_listed(tmp_path, world, [item], **{step: change})
+    assert not (tmp_path / "checkpoint.json").exists()
 
 
 # --- undeclared replicas --------------------------------------------------------------------------

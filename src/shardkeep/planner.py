@@ -12,11 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Source, Staging
 from shardkeep.columns import Boxes, Ints, Rows
+from shardkeep.errors import PlanError
 from shardkeep.memory import Addresses
 from shardkeep.metadata import (
     ChunkStorageMetadata,
@@ -63,7 +65,8 @@ class WriteItem:
     """One thing to write."""
 
     index: MetadataIndex
-    """Its name and place; the hint is the number of the piece on this rank."""
+    """Its name and place; the hint is the number of the piece, or of the value, on this rank: what
+    all later steps know it by, and must be given."""
     data: TensorWriteData | BytesWriteData
     """What it is."""
 
@@ -138,26 +141,73 @@ class WriteItems(Rows[WriteItem]):
         chunks = [(i.index, i.data) for i in items if isinstance(i.data, TensorWriteData)]
         others = [i.index for i in items if isinstance(i.data, BytesWriteData)]
         rows: dict[str, int] = {}
-        for index, _ in chunks:
-            rows.setdefault(index.fqn, len(rows))
-        first = {rows[index.fqn]: data for index, data in reversed(chunks)}
+        first: list[TensorWriteData] = []
+        for index, data in chunks:
+            if rows.setdefault(index.fqn, len(rows)) == len(first):
+                first.append(data)
+            _check_alike(index.fqn, first[rows[index.fqn]], data)
         tensors = TensorTable.of(
-            list(rows),
-            [first[r].properties for r in range(len(rows))],
-            [first[r].size for r in range(len(rows))],
+            list(rows), [data.properties for data in first], [data.size for data in first]
         )
         count = len(chunks)
         table = ChunkTable(
             np.array([rows[index.fqn] for index, _ in chunks], np.int64),
             Boxes.of([data.chunk for _, data in chunks]),
             np.zeros(count, np.int64),
-            np.array([-1 if i.index is None else i.index for i, _ in chunks], np.int64),
+            np.array([_number(index) for index, _ in chunks], np.int64),
         )
-        return cls(
-            tensors,
-            table,
-            [i.fqn for i in others],
-            [-1 if i.index is None else i.index for i in others],
+        return cls(tensors, table, [i.fqn for i in others], [_number(i) for i in others])
+
+    def check_numbers(self) -> None:
+        """Refuse a local plan in which one item could be taken for another."""
+        if self.local is not None:
+            return
+        items: dict[int, tuple[str, ChunkStorageMetadata]] = {}
+        numbers: dict[tuple[str, ChunkStorageMetadata], int] = {}
+        chunks = self.chunks
+        for row, number in enumerate(chunks.source.tolist()):
+            item = (self.tensors.names[int(chunks.tensor[row])], chunks.boxes[row])
+            other = items.setdefault(number, item)
+            if other != item:
+                _refuse_number(_text(*other), _text(*item), number)
+            known = numbers.setdefault(item, number)
+            if known != number:
+                raise PlanError(
+                    f"{_text(*item)} is listed by one rank with index {known} and with index "
+                    f"{number}; list each box of a tensor once"
+                )
+        values: dict[int, str] = {}
+        for name, number in zip(self.value_names, self.value_source, strict=True):
+            if values.setdefault(number, name) != name:
+                _refuse_number(values[number], name, number)
+
+
+def _text(name: str, box: ChunkStorageMetadata) -> str:
+    return f"{name} offsets {box.offsets} sizes {box.sizes}"
+
+
+def _refuse_number(one: str, other: str, number: int) -> NoReturn:
+    raise PlanError(
+        f"{one} and {other} are listed by one rank with index {number}; number the pieces of a "
+        "rank, and its values, each by itself"
+    )
+
+
+def _number(index: MetadataIndex) -> int:
+    if index.index is None or index.index < 0:
+        place = f" offset {index.offset}" if index.offset else ""
+        raise PlanError(
+            f"{index.fqn}{place}: the item has index {index.index}; it must be the number of the "
+            "piece or value on its rank, by which its data is asked for"
+        )
+    return index.index
+
+
+def _check_alike(name: str, one: TensorWriteData, other: TensorWriteData) -> None:
+    if one.size != other.size or one.properties.dtype != other.properties.dtype:
+        raise PlanError(
+            f"{name}: shape {one.size} {one.properties.dtype} in one item of a rank, shape "
+            f"{other.size} {other.properties.dtype} in another"
         )
 
 

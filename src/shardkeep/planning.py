@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -19,7 +19,7 @@ from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.holding import Look, StalePlan
 from shardkeep.metadata import Metadata
-from shardkeep.planner import Place, SavePlan, SavePlanner
+from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.sharing import Share, Shared
 from shardkeep.storage import StorageWriter
 from shardkeep.wire import PlanDecoder, decode_final_plan, encode_final_plan, encode_local_plan
@@ -174,7 +174,10 @@ class Planning:
 
         def make_local() -> bytes:
             self._set_up()
-            local.append(writer.prepare_local_plan(planner.create_local_plan()))
+            plan = writer.prepare_local_plan(planner.create_local_plan())
+            items = WriteItems.of(plan.items)
+            items.check_numbers()
+            local.append(replace(plan, items=items))
             return encode_local_plan(local[0]) if place.world_size > 1 else b""
 
         def join(told: list[bytes]) -> list[bytes]:
@@ -196,6 +199,7 @@ class Planning:
         number, message = msgspec.msgpack.decode(answer, type=tuple[bytes, bytes])
         plan, share = decode_final_plan(message, local[0])
         plan = planner.finish_plan(plan)
+        plan = replace(plan, items=WriteItems.of(plan.items))
         shared = ours.shared if ours is not None else None
         self._remember(number, plan, share, shared)
         return plan, share, shared

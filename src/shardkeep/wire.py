@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from shardkeep.columns import Boxes, Column, Ints, Strings, narrow, pack, starts, unpack
+from shardkeep.errors import PlanError
 from shardkeep.metadata import TensorProperties
 from shardkeep.planner import LoadPlan, LocalColumns, SavePlan, WriteItems
 from shardkeep.structure import Structure
@@ -70,7 +72,7 @@ def encode_local_plan(plan: SavePlan) -> bytes:
         "offsets": narrow(chunks.boxes.offsets),
         "sizes": narrow(chunks.boxes.sizes),
         "source": narrow(chunks.source),
-        "value_source": np.array(items.value_source, np.int32),
+        "value_source": narrow(np.array(items.value_source, np.int64)),
     }
     # Most chunks have no replica, and few sets of holders occur.
     if local is not None and local.replicas.any():
@@ -157,7 +159,7 @@ def encode_final_plan(plan: SavePlan, renamed: dict[int, str], shared: bytes = b
             "offsets": narrow(items.chunks.boxes.offsets),
             "sizes": narrow(items.chunks.boxes.sizes),
             "source": narrow(items.chunks.source),
-            "value_source": np.array(items.value_source, np.int32),
+            "value_source": narrow(np.array(items.value_source, np.int64)),
             "storage": plan.storage_data,
             "renamed": msgspec.msgpack.encode(renamed),
             "shared": shared,
@@ -186,20 +188,33 @@ def decode_final_plan(message: bytes, local_plan: SavePlan) -> tuple[SavePlan, b
             tensors.alias_of,
         )
     source = _wide(part["source"])
-    piece_row = np.zeros(max(int(mine.chunks.source.max(initial=-1)) + 1, 0), np.int64)
-    piece_row[mine.chunks.source] = np.arange(len(mine.chunks))
-    tensor = mine.chunks.tensor[piece_row[source]]
+    tensor = mine.chunks.tensor[_rows_of(source, mine.chunks.source, "piece")]
     ndim = np.diff(tensors.shape_start)[tensor]
     boxes = Boxes(starts(ndim), _wide(part["offsets"]), _wide(part["sizes"]))
-    value_row = {number: row for row, number in enumerate(mine.value_source)}
     value_source = part["value_source"].tolist()
+    listed = np.array(mine.value_source, np.int64)
+    value_rows = _rows_of(_wide(part["value_source"]), listed, "value")
     items = WriteItems(
         tensors,
         ChunkTable(tensor, boxes, np.zeros(len(tensor), np.int64), source),
-        [values[value_row[number]] for number in value_source],
+        [values[row] for row in value_rows.tolist()],
         value_source,
     )
     return SavePlan(items, local_plan.planner_data, part["storage"]), part["shared"]
+
+
+def _rows_of(numbers: Ints, listed: Ints, what: str) -> npt.NDArray[np.intp]:
+    """Where each of these numbers is in a list of them, which is mostly in order."""
+    order = np.argsort(listed, kind="stable")
+    known = listed[order]
+    at = np.searchsorted(known, numbers)
+    strange = np.append(known, -1)[at] != numbers
+    if strange.any():
+        raise PlanError(
+            f"the global plan gives a rank its {what} of index {numbers[strange][0]}, which is "
+            "not in the rank's own plan"
+        )
+    return order[at]
 
 
 class _LoadSummary(msgspec.Struct):
