@@ -74,7 +74,7 @@ def test_posts_to_a_file_that_was_locked_come_in_order(tmp_path, monkeypatch):
     """A post that was given up is made when the lock is free: before those that followed it."""
     monkeypatch.setattr(torch_groups, "LAST_WORD_S", 0.1)
     before = threading.active_count()
-    line = _StoreLine(dist.FileStore(str(tmp_path / "store"), 1), "session", None, 1, 0.2)
+    line = _StoreLine(dist.FileStore(str(tmp_path / "store"), 1), "session", (0,), 0.2)
     store = line._posting = Locked()
     for value in (b"first", b"second", b"third"):
         with pytest.raises(RankError, match="locked the file"):

@@ -109,9 +109,7 @@ class TorchRanks(Ranks):
         names = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
         session = f"shardkeep/{names}.{_made[ranks]}"
         _made[ranks] += 1
-        store = c10d._get_default_store()
-        host = ranks.index(0) if 0 in ranks and not _is_file(store) else None
-        self._line = _StoreLine(store, session, host, len(ranks), patience.gone_s)
+        self._line = _StoreLine(c10d._get_default_store(), session, ranks, patience.gone_s)
         rank = ranks.index(dist.get_rank())
         super().__init__(rank, len(ranks), self._line, self._connect_gloo, timeout_s, patience)
 
@@ -148,18 +146,16 @@ class _StoreLine:
     run on a thread too.
     """
 
-    def __init__(
-        self, store: Any, session: str, host: int | None, world_size: int, gone_s: float
-    ) -> None:
-        """`host` is the rank whose process holds the store, if it is one of ours."""
+    def __init__(self, store: Any, session: str, ranks: Sequence[int], gone_s: float) -> None:
+        """`ranks` are those of ours among all of the job, whose first holds the store."""
         self._job_store = store
         self._is_file = _is_file(store)
         self._session = session
-        self._host = host
+        self._host = ranks.index(0) if 0 in ranks and not self._is_file else None
         self._gone_s = gone_s
-        self._slowest = max(0.05, world_size * 1e-4)
+        self._slowest = max(0.05, len(ranks) * 1e-4)
         self._helper = Helper()
-        self._poster = Helper(in_order=True)
+        self._poster = Helper(in_order=True) if self._is_file else None
         self._asking: Any = None
         self._posting: Any = None
         self._known: set[str] = set()
@@ -218,7 +214,7 @@ class _StoreLine:
         """Post without waiting for an answer; to a store that is lost too, which may come back."""
         post = functools.partial(self._posting.set, key, value)
         try:
-            if not self._is_file:
+            if self._poster is None:
                 post()
                 return
             # In order: an old beat must not follow the last one once the lock is free.
@@ -301,7 +297,8 @@ class _StoreLine:
     def close(self) -> None:
         """Hang up; `open` begins anew."""
         self._helper.stop()
-        self._poster.stop()
+        if self._poster is not None:
+            self._poster.stop()
         self._asking = self._posting = None
 
 
