@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import threading
 import time
 
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from shardkeep.adapters import torch_groups
-from shardkeep.adapters.torch_groups import _GlooBulk, _StoreLine
+from shardkeep.adapters.torch_groups import _Connections, _GlooBulk, _StoreLine
 from shardkeep.errors import RankError
 
 
@@ -75,7 +76,8 @@ def test_posts_to_a_file_that_was_locked_come_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_groups, "LAST_WORD_S", 0.1)
     before = threading.active_count()
     line = _StoreLine(dist.FileStore(str(tmp_path / "store"), 1), "session", (0,), 0.2)
-    store = line._posting = Locked()
+    store = Locked()
+    line._store = _Connections(None, store)
     for value in (b"first", b"second", b"third"):
         with pytest.raises(RankError, match="locked the file"):
             line.set("beat", value)
@@ -83,4 +85,37 @@ def test_posts_to_a_file_that_was_locked_come_in_order(tmp_path, monkeypatch):
     store.free.set()
     line.set("beat", b"last")
     assert (store.last, store.posts) == (b"last", 4)
+    line.close()
+
+
+def test_a_post_that_was_begun_before_the_store_was_lost_says_nothing_of_it_once_it_is_found_again(
+    tmp_path,
+):
+    """A heart may hang in it while the next call begins, whose wait would end with the old one."""
+    path = tmp_path / "store"
+    line = _StoreLine(dist.FileStore(str(path), 1), "session", (0,), 0.6)
+    line.open()
+    line.set("beat", b"first")
+    refused = []
+
+    def beat():
+        time.sleep(0.3)
+        try:
+            line.set("beat", b"second")
+        except RankError as error:
+            refused.append(error)
+
+    heart = threading.Thread(target=beat)
+    with path.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        heart.start()
+        with pytest.raises(RankError, match="locked the file"):
+            line.add("count", 1)
+        line.open()
+        heart.join()
+        assert refused
+        threading.Timer(0.2, file.close).start()
+        line.add("other", 1)
+    line.set("beat", b"third")
+    assert line.get("beat", 0) == b"third"
     line.close()

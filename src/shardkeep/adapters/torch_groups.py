@@ -18,6 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -135,6 +136,18 @@ class TorchRanks(Ranks):
         return _GlooBulk(store, self.rank, self.world_size, self.timeout_s)
 
 
+@dataclass(eq=False)
+class _Connections:
+    """To the store, from one look for it to the next."""
+
+    asking: Any
+    """For what waits for an answer."""
+    posting: Any
+    lost: Exception | None = None
+    """Why it does not answer any more: of these alone, as threads of an earlier call may still wait
+    in those before."""
+
+
 class _StoreLine:
     """The control plane: two connections to the job's store.
 
@@ -156,10 +169,8 @@ class _StoreLine:
         self._slowest = max(0.05, len(ranks) * 1e-4)
         self._helper = Helper()
         self._poster = Helper(in_order=True) if self._is_file else None
-        self._asking: Any = None
-        self._posting: Any = None
+        self._store: _Connections | None = None
         self._known: set[str] = set()
-        self._lost: Exception | None = None
 
     def connection(self, prefix: str = "") -> Any:
         """A connection of its own to the store, under a prefix."""
@@ -176,26 +187,32 @@ class _StoreLine:
 
     def open(self) -> None:
         """Connect, the first time and after the store did not answer."""
-        if self._posting is not None and self._lost is None:
+        if self._store is not None and self._store.lost is None:
             return
-        self._lost = None
-        self._asking, self._posting = self._within(
-            max(CONNECT_S, self._gone_s), lambda: (self.connection(), self.connection())
-        )
+        try:
+            self._store = _run_within(
+                max(CONNECT_S, self._gone_s),
+                lambda: _Connections(self.connection(), self.connection()),
+                self._helper,
+            )
+        except (RuntimeError, OSError) as error:
+            raise self._gone(error) from error
 
     def _ask(self, work: Callable[[Any], T]) -> T:
-        if self._lost is not None:
-            raise self._lose(self._lost)
-        return self._within(self._gone_s, lambda: work(self._asking))
-
-    def _within(self, limit_s: float, work: Callable[[], T]) -> T:
+        store = self._opened()
+        if store.lost is not None:
+            raise self._gone(store.lost)
         try:
-            return _run_within(limit_s, work, self._helper)
+            return _run_within(self._gone_s, lambda: work(store.asking), self._helper)
         except (RuntimeError, OSError) as error:
-            raise self._lose(error) from error
+            store.lost = error
+            raise self._gone(error) from error
 
-    def _lose(self, error: Exception) -> RankError:
-        self._lost = error
+    def _opened(self) -> _Connections:
+        assert self._store is not None, "there is a connection in every call"
+        return self._store
+
+    def _gone(self, error: Exception) -> RankError:
         who = "global rank 0 (store host)"
         if self._host is not None:
             who = f"rank {self._host} (store host)"
@@ -212,15 +229,17 @@ class _StoreLine:
 
     def set(self, key: str, value: bytes) -> None:
         """Post without waiting for an answer; to a store that is lost too, which may come back."""
-        post = functools.partial(self._posting.set, key, value)
+        store = self._opened()
+        post = functools.partial(store.posting.set, key, value)
         try:
             if self._poster is None:
                 post()
                 return
             # In order: an old beat must not follow the last one once the lock is free.
-            _run_within(self._gone_s if self._lost is None else LAST_WORD_S, post, self._poster)
+            _run_within(self._gone_s if store.lost is None else LAST_WORD_S, post, self._poster)
         except (RuntimeError, OSError) as error:
-            raise self._lose(error) from error
+            store.lost = error
+            raise self._gone(error) from error
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Look at growing intervals; the store's own waits write to the user's terminal."""
@@ -266,7 +285,8 @@ class _StoreLine:
             return mine
         standing = self.get(key, self._gone_s)
         if standing is None:
-            raise self._lose(TimeoutError(f"{key} was claimed but not posted"))
+            lost = self._opened().lost = TimeoutError(f"{key} was claimed but not posted")
+            raise self._gone(lost)
         return standing
 
     def add(self, key: str, amount: int) -> int:
@@ -299,7 +319,7 @@ class _StoreLine:
         self._helper.stop()
         if self._poster is not None:
             self._poster.stop()
-        self._asking = self._posting = None
+        self._store = None
 
 
 def _run_within(limit_s: float, work: Callable[[], T], helper: Helper) -> T:
