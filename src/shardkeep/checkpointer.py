@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import shardkeep
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
 from shardkeep.closing import Closing
 from shardkeep.coordination import Coordinator
@@ -290,7 +291,7 @@ class Checkpointer(Closing):
                 "base": None if base is None else os.fspath(base),
                 "check_replicas": check_replicas,
                 "allow_pickle": allow_pickle,
-                "version": _version(),
+                "version": shardkeep.__version__,
             }
             with (
                 tracked(progress, "saving") as counter,
@@ -349,7 +350,7 @@ class Checkpointer(Closing):
             "allow_pickle": allow_pickle,
             "read_once": read_once,
             "surgery": repr(surgery),
-            "version": _version(),
+            "version": shardkeep.__version__,
         }
         wait_turn(self._coordinator)
         with self._coordinator.call("load"):
@@ -531,12 +532,6 @@ def _decide_overlap(told: list[bytes]) -> list[bytes]:
         raise PlanError("ranks were asked for saves with different on_overlap")
     busy = any(word.endswith(b"!") for word in told)
     return [told[0][:-1] if busy else b""] * len(told)
-
-
-def _version() -> str:
-    from shardkeep import __version__
-
-    return __version__
 
 
 def _refuse_scalar(state_dict: object) -> None:

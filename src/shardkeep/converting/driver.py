@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import shardkeep
 from shardkeep.converting.contents import READERS, Contents, Row, contents_of
 from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
@@ -110,7 +111,7 @@ def convert(
         if dry_run:
             return _result(contents, destination, to, sizes, dry_run=True)
         looks = (checkpoint.digest, fingerprint(source))
-        asked = [str(source), looks, to, repr(surgery), options, size, _version()]
+        asked = [str(source), looks, to, repr(surgery), options, size, shardkeep.__version__]
         identity = hashlib.sha256(repr([*asked, layout_digest(files)]).encode()).hexdigest()
         with tracked(progress, "converting") as counter:
             counter.expect(sum(sizes.values()) or contents.nbytes)
@@ -187,9 +188,3 @@ def _result(
     contents: Contents, path: Path, to: str, files: Mapping[str, int], **more: Any
 ) -> ConvertResult:
     return ConvertResult(str(path), to, contents.rows(), contents.nbytes, files, **more)
-
-
-def _version() -> str:
-    from shardkeep import __version__
-
-    return __version__

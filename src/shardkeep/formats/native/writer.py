@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+import shardkeep
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
@@ -485,7 +486,7 @@ class NativeWriter(StorageWriter):
             self._algorithm.name,
             self.block,
             tuple(requires),
-            _version(),
+            shardkeep.__version__,
             _summary(state, self._layout, len(results)),
             user=self.user_metadata,
         )
@@ -600,9 +601,3 @@ def _summary(state: StateColumns, layout: Layout, ranks: int) -> dict[str, Any]:
         **({"kept": sum(row.size for row in layout.kept)} if layout.kept else {}),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-def _version() -> str:
-    from shardkeep import __version__
-
-    return __version__
