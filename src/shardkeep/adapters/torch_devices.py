@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -188,20 +189,21 @@ class PinnedStaging:
 
     def duplicate(self, sources: Sequence[StagedSource]) -> Sequence[StagedSource] | None:
         """Only where as much again stays free: the program may be about to need it."""
+        ours = [source for source in sources if isinstance(source, DeviceSource)]
+        assert len(ours) == len(sources)
         need: Counter[torch.device] = Counter()
-        for source in sources:
-            assert isinstance(source, DeviceSource)
+        for source in ours:
             need[source.tensor.device] += source.tensor.nbytes
         for device, nbytes in need.items():
             if device.type == "cuda" and 2 * nbytes > torch.cuda.mem_get_info(device)[0]:
                 return None
         out = []
         try:
-            for source in sources:
-                assert isinstance(source, DeviceSource)
-                with _own_stream(source.tensor.device):
-                    copy = source.tensor.clone(memory_format=torch.contiguous_format)
-                out.append(DeviceSource(copy, source.dtype))
+            for device, some in groupby(ours, lambda source: source.tensor.device):
+                with _own_stream(device):  # to enter it takes longer than to ask for a copy
+                    for source in some:
+                        copy = source.tensor.clone(memory_format=torch.contiguous_format)
+                        out.append(DeviceSource(copy, source.dtype))
         except torch.OutOfMemoryError:
             return None
         finally:
