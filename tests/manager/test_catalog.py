@@ -128,6 +128,25 @@ class FailingStore(LocalStore):
         return super().open(name)
 
 
+def test_a_folder_that_cannot_be_looked_at_is_said_to_be_so(tmp_path):
+    """It may be a step, also if it has no record that is seen."""
+
+    class Failing(LocalStore):
+        def is_directory(self, name):
+            if name == "step-2":
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().is_directory(name)
+
+    fill(tmp_path, [1])
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-3").mkdir()
+    listing = Catalog(tmp_path, StepNames(), Failing).look()
+    assert [found.step for found in listing.steps] == [1]
+    assert listing.unfinished == ("step-3",)
+    assert [(bad.step, bad.kind) for bad in listing.damaged] == [(2, "StorageError")]
+    assert "step-2 cannot be read: [Errno 5]" in listing.damaged[0].problem
+
+
 def test_a_record_that_could_not_be_read_once_is_read_again(tmp_path):
     fill(tmp_path, [1, 2])
     with shardkeep.CheckpointManager(tmp_path) as manager:

@@ -139,16 +139,13 @@ class Catalog:
             elif (step := self.names.step(name)) is not None:
                 numbered.append((step, name))
         for step, name in sorted(numbered):
-            found = self._look(name, step)
-            if found is None and self.store.is_directory(name):
-                # Moved away and back by a remover that found it pinned, it has its record again.
-                found = self._look(name, step)
-                if found is None:
-                    unfinished.append(name)
-            elif found is None:
-                # A file or a link stays what it is; a directory is back just now.
-                there = os.path.lexists(self.store.root / name)
-                vanished = vanished or not there or self.store.is_directory(name)
+            try:
+                found, is_unfinished, is_gone = self._look_closely(name, step)
+            except OSError as error:
+                found, is_unfinished, is_gone = self._unreadable(name, step, error), False, False
+            vanished = vanished or is_gone
+            if is_unfinished:
+                unfinished.append(name)
             if isinstance(found, Step):
                 steps.append(found)
             elif found is not None:
@@ -158,6 +155,24 @@ class Catalog:
             tuple(steps), tuple(damaged), tuple(unfinished), tuple(leaving), tuple(copying)
         )
         return listing, vanished
+
+    def _look_closely(self, name: str, step: int) -> tuple[Step | DamagedStep | None, bool, bool]:
+        """What has this name; if it is none, whether it is one unfinished, or gone."""
+        found = self._look(name, step)
+        if found is not None:
+            return found, False, False
+        if self.store.is_directory(name):
+            # Moved away and back by a remover that found it pinned, it has its record again.
+            found = self._look(name, step)
+            return found, found is None, False
+        # A file or a link stays what it is; a directory is back just now.
+        there = os.path.lexists(self.store.root / name)
+        return None, False, not there or self.store.is_directory(name)
+
+    def _unreadable(self, name: str, step: int, error: OSError) -> DamagedStep:
+        return DamagedStep(
+            step, self.path(step), f"{name} cannot be read: {error}", StorageError.__name__
+        )
 
     def _forget(self, there: set[str]) -> None:
         with self._lock:
@@ -173,8 +188,7 @@ class Catalog:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            text = f"{record} cannot be read: {error}"
-            return DamagedStep(step, self.path(step), text, StorageError.__name__)
+            return self._unreadable(record, step, error)
         with self._lock:
             stamp, known = self._known.get(name, (None, None))
         if known is not None and stamp == now:
