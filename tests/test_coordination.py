@@ -434,6 +434,22 @@ def test_a_coordinator_that_stood_still_hears_of_nobody_who_is_in_another_call()
     assert "ended the call" in first.failures[1]
 
 
+@pytest.mark.parametrize("stood", [True, False])
+def test_a_coordinator_that_stood_still_blames_nobody_who_never_came(stood):
+    """With the store in its process they could not even join the call to say why they left."""
+
+    def work(ranks):
+        if ranks.rank == 1:
+            return
+        with ranks.call("load"):
+            ranks.agree("first", lambda: note_standstill(ranks) if stood else None)
+
+    error, _ = outcomes(2, work, timeout_s=1.0)
+    assert isinstance(error, RankError)
+    assert list(error.failures) == ([0] if stood else [1])
+    assert ("without a sign of life" in str(error)) == stood
+
+
 def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
     def work(ranks):
         def stand_still():

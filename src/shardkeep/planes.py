@@ -104,7 +104,10 @@ class Helper:
                 self.stop()
             raise
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or it would keep itself, by this frame, and all that was in use
         return result  # type: ignore[no-any-return]
 
     def stop(self) -> None:

@@ -315,7 +315,7 @@ class Ranks:
             if counted % FAILED >= enough:
                 break
             self._heart.advance()
-            failures = watch.look_for_all()
+            failures = self._or_own_fault(watch.look_for_all())
             if failures:
                 break
         failed = counted // FAILED - call.failed
@@ -331,6 +331,18 @@ class Ranks:
             return _Verdict(failures)
         apart = 0 if call.begun else control.add(f"{call.number}/apart", 0)
         return _Verdict(connect=apart > 0, word=word)
+
+    def _or_own_fault(self, failures: list[Failure]) -> list[Failure]:
+        """Who never came may have given this rank up while it stood still, and the plane with it,
+        so that they could not say so."""
+        stood_s = self._heart.stood_still_s()
+        if not stood_s or any(failure.kind != "absent" for failure in failures):
+            return failures
+        text = (
+            f"was without a sign of life for {stood_s:.0f} s, so that others may have given it up "
+            "before they joined it"
+        )
+        return [Failure(self.rank, "gone", text)] if failures else []
 
     def _look_after_standstill(self, call: _Call, watch: Watch) -> list[Failure]:
         """What came of it that this rank stood still, if it did since the others were seen last."""

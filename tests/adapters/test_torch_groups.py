@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import os
 import threading
 import time
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from shardkeep.adapters import torch_groups
 from shardkeep.adapters.torch_groups import _Connections, _GlooBulk, _StoreLine
+from shardkeep.collector import paused_collector
 from shardkeep.errors import RankError
 
 
@@ -119,3 +122,36 @@ def test_a_post_that_was_begun_before_the_store_was_lost_says_nothing_of_it_once
     line.set("beat", b"third")
     assert line.get("beat", 0) == b"third"
     line.close()
+
+
+def sockets():
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
+def test_connections_to_a_store_that_died_are_closed_with_the_line():
+    """Without the collector: they know of the error, whose frames know of them."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    line = _StoreLine(job, "session", (0, 1), 5.0)
+    before = sockets()
+    line.open()
+    assert line.add("count", 1) == 1
+    connections = sockets() - before
+    assert connections
+    del server
+    with paused_collector():
+        text = ""
+        try:
+            line.add("count", 1)
+        except RankError as error:
+            text = str(error)
+        assert "store host" in text
+        line.close()
+        end = time.monotonic() + 5  # a thread that asked ends by itself
+        while connections & sockets() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not connections & sockets()

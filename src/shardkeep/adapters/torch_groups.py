@@ -147,6 +147,10 @@ class _Connections:
     """Why it does not answer any more: of these alone, as threads of an earlier call may still wait
     in those before."""
 
+    def hang_up(self) -> None:
+        """At once: an error that somebody keeps has frames which have this, and is in here too."""
+        self.asking = self.posting = self.lost = None
+
 
 class _StoreLine:
     """The control plane: two connections to the job's store.
@@ -190,13 +194,16 @@ class _StoreLine:
         if self._store is not None and self._store.lost is None:
             return
         try:
-            self._store = _run_within(
+            found = _run_within(
                 max(CONNECT_S, self._gone_s),
                 lambda: _Connections(self.connection(), self.connection()),
                 self._helper,
             )
         except (RuntimeError, OSError) as error:
             raise self._gone(error) from error
+        if self._store is not None:
+            self._store.hang_up()
+        self._store = found
 
     def _ask(self, work: Callable[[Any], T]) -> T:
         store = self._opened()
@@ -230,12 +237,12 @@ class _StoreLine:
     def set(self, key: str, value: bytes) -> None:
         """Post without waiting for an answer; to a store that is lost too, which may come back."""
         store = self._opened()
-        post = functools.partial(store.posting.set, key, value)
         try:
             if self._poster is None:
-                post()
+                store.posting.set(key, value)
                 return
             # In order: an old beat must not follow the last one once the lock is free.
+            post = functools.partial(store.posting.set, key, value)
             _run_within(self._gone_s if store.lost is None else LAST_WORD_S, post, self._poster)
         except (RuntimeError, OSError) as error:
             store.lost = error
@@ -319,6 +326,8 @@ class _StoreLine:
         self._helper.stop()
         if self._poster is not None:
             self._poster.stop()
+        if self._store is not None:
+            self._store.hang_up()
         self._store = None
 
 
