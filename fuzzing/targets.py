@@ -13,6 +13,9 @@ from shardkeep.errors import CheckpointError
 __all__ = ["Target", "by_label", "every_one", "labelled", "unlabelled"]
 
 _END = b"\0"
+_LARGEST = 12 << 20
+"""Bytes of an input: room for a name of ten million letters, and not for a hundred of them, which
+are more than the memory that one input may take."""
 
 
 @dataclass
@@ -35,7 +38,7 @@ class Target:
         """Another input, made from one of these."""
         # What is kept besides good inputs is mostly refused: it does not crowd them out.
         base = rng.choice(self.seeds if rng.random() < 0.5 else corpus)
-        return rng.choice(self.mutators)(rng, base, corpus)
+        return rng.choice(self.mutators)(rng, base, corpus)[:_LARGEST]
 
 
 def labelled(label: str, content: bytes) -> bytes:

@@ -26,6 +26,7 @@ from shardkeep.errors import (
 from shardkeep.foreign.found import Array, Ints, Part, StoredTensor
 from shardkeep.foreign.regular_files import beginning
 from shardkeep.foreign.shapes import checked_shape
+from shardkeep.foreign.tables import check_inside
 from shardkeep.formats.orbax.items import Tree
 
 __all__ = ["Arrays"]
@@ -93,8 +94,7 @@ class Arrays:
         if self._tree.use_ocdbt:
             kvstore = {**self._packed, "path": f"{name}/"}
         else:
-            if ".." in name.split("/") or name.startswith("/") or "\0" in name or "\\" in name:
-                raise UnsafeCheckpointError(f"{self._root}: an array is called {name!r}")
+            check_inside(name, str(self._root))
             kvstore = {"driver": "file", "path": f"{self._root}{os.sep}{name}{os.sep}"}
         return {
             "driver": "zarr3" if self._tree.use_zarr3 else "zarr",
