@@ -450,6 +450,16 @@ def test_a_coordinator_that_stood_still_blames_nobody_who_never_came(stood):
     assert ("without a sign of life" in str(error)) == stood
 
 
+def test_a_rank_that_took_long_to_enter_a_call_gave_no_sign_of_life_meanwhile():
+    """Others, who need the store that its process has, may have given it up before it joined."""
+
+    def work(ranks):
+        with ranks._in_call(time.monotonic() - 2 * QUICK.gone_s):
+            return ranks._heart.stood_still_s()
+
+    assert min(outcomes(2, work)) >= 2 * QUICK.gone_s
+
+
 def test_a_coordinator_that_stood_still_goes_on_where_all_are_there():
     def work(ranks):
         def stand_still():

@@ -82,8 +82,8 @@ class Beat(msgspec.Struct, array_like=True):
 class _Silence:
     """The time between beats, from some instant on."""
 
-    def __init__(self) -> None:
-        self.last = time.monotonic()
+    def __init__(self, since: float | None = None) -> None:
+        self.last = time.monotonic() if since is None else since
         self.longest = 0.0
 
     def until_now(self) -> float:
@@ -109,10 +109,10 @@ class Heart:
         self._stop = threading.Event()
         self._silence = _Silence()
 
-    def start(self, call: int, timeout_s: float) -> None:
-        """Enter a call."""
+    def start(self, call: int, timeout_s: float, since: float | None = None) -> None:
+        """Enter a call, which others may have waited for since a time of `time.monotonic`."""
         self._stop = threading.Event()
-        self._silence = _Silence()
+        self._silence = _Silence(since)
         with self._lock:
             self._beat.call = call
             self._beat.posted = -1

@@ -82,10 +82,10 @@ class Ranks:
 
     def call(self, what: str) -> AbstractContextManager[None]:
         """Signs of life from here on; calls inside this one belong to it."""
-        return self._in_call()
+        return self._in_call(time.monotonic())
 
     @contextlib.contextmanager
-    def _in_call(self) -> Iterator[None]:
+    def _in_call(self, since: float) -> Iterator[None]:
         if self._call is not None:
             try:
                 yield
@@ -96,7 +96,7 @@ class Ranks:
         call = self._call = _Call(next(self._calls))
         left: list[Failure] = []
         try:
-            self._heart.start(call.number, self.timeout_s)
+            self._heart.start(call.number, self.timeout_s, since)
             yield
             self._ask_back(call)
             self._ended = call.number

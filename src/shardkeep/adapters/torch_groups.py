@@ -119,8 +119,9 @@ class TorchRanks(Ranks):
         group = self._group()
         if self._call is None and (group is None or not is_alive(group)):
             raise PlanError(DESTROYED)
-        self._line.open()
-        return super().call(what)
+        since = time.monotonic()
+        self._line.open()  # with the store in this process, others cannot join while it is stopped
+        return self._in_call(since)
 
     def twin(self) -> TorchRanks:
         """With connections and a gloo group of its own."""
