@@ -3,6 +3,9 @@
 
 Each batch of new objects makes it look at some of the old ones again: with a hundred thousand
 tensors in a state that takes as long as the planning itself.
+
+Paused by a threshold that is never reached, which nobody else uses: whether the collector is on
+stays the program's own, and a threshold that it sets meanwhile stays too.
 """
 
 from __future__ import annotations
@@ -14,24 +17,63 @@ import threading
 import weakref
 from collections.abc import Iterator
 
-__all__ = ["CollectorPause", "paused_collector"]
+__all__ = ["CollectorPause", "is_collector_paused", "paused_collector"]
 
 MOST_S = 10.0
 """How long a pause lasts whose end never comes."""
 SOON_S = 1.0
 """How long after its last call a driver may still hold what it made."""
 
+_NEVER = 2_000_000_011
+
+
+class _Threshold:
+    """The collector's, while somebody has it paused."""
+
+    def __init__(self) -> None:
+        # A signal's handler, which may save too, interrupts anything on its own thread.
+        self._lock = threading.RLock()
+        self._holders = 0
+        self._before = gc.get_threshold()
+
+    def hold(self) -> None:
+        """One more who has it paused."""
+        with self._lock:
+            self._holders += 1
+            now = gc.get_threshold()
+            if now[0] != _NEVER:
+                self._before = now
+                gc.set_threshold(_NEVER, *now[1:])
+
+    def release(self) -> None:
+        """One less."""
+        with self._lock:
+            self._holders = max(0, self._holders - 1)
+            if not self._holders and is_collector_paused():
+                gc.set_threshold(*self._before)
+
+    def release_all(self) -> None:
+        """In a process that was forked: whoever would have is not in it."""
+        self._lock, self._holders = threading.RLock(), 0
+        self.release()
+
+
+_threshold = _Threshold()
+
+
+def is_collector_paused() -> bool:
+    """Whether it waits, on or off."""
+    return gc.get_threshold()[0] == _NEVER
+
 
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
-    """Without collections inside, unless somebody turns them on; afterwards as before."""
-    before = gc.isenabled()
-    gc.disable()
+    """Without collections inside; afterwards as before."""
+    _threshold.hold()
     try:
         yield
     finally:
-        if before:
-            gc.enable()
+        _threshold.release()
 
 
 class CollectorPause:
@@ -46,7 +88,7 @@ class CollectorPause:
 
     def __init__(self) -> None:
         """Nothing is paused yet."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._timer: threading.Timer | None = None
         _pauses.add(self)
 
@@ -55,13 +97,17 @@ class CollectorPause:
         return CollectorPause, ()
 
     def begin(self) -> None:
-        """Pause, unless somebody has."""
+        """Pause, on the main thread."""
         self.end()
-        if not gc.isenabled() or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return
         with self._lock, contextlib.suppress(RuntimeError):  # no more threads: no pause
-            self._timer = self._ending_in(MOST_S)
-            gc.disable()
+            timer = self._ending_in(MOST_S)
+            if self._timer is not None:  # a signal's handler was quicker
+                timer.cancel()
+                return
+            self._timer = timer
+            _threshold.hold()
 
     def end_soon(self) -> None:
         """The driver has made its last call."""
@@ -79,13 +125,11 @@ class CollectorPause:
             timer, self._timer = self._timer, None
             if timer is not None:
                 timer.cancel()
-                gc.enable()
+                _threshold.release()
 
-    def end_in_child(self) -> None:
+    def forget(self) -> None:
         """In a process that was forked meanwhile, in which no timer runs."""
-        if self._timer is not None:
-            gc.enable()
-        self._lock, self._timer = threading.Lock(), None
+        self._lock, self._timer = threading.RLock(), None
 
     def __del__(self) -> None:
         """Whoever planned is gone."""
@@ -109,7 +153,8 @@ def _end(paused: weakref.ref[CollectorPause]) -> None:
 
 def _end_in_child() -> None:
     for pause in _pauses:
-        pause.end_in_child()
+        pause.forget()
+    _threshold.release_all()
 
 
 if hasattr(os, "register_at_fork"):

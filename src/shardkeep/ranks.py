@@ -334,15 +334,15 @@ class Ranks:
 
     def _or_own_fault(self, failures: list[Failure]) -> list[Failure]:
         """Who never came may have given this rank up while it stood still, and the plane with it,
-        so that they could not say so."""
+        so that they could not say so: it is named as well."""
         stood_s = self._heart.stood_still_s()
-        if not stood_s or any(failure.kind != "absent" for failure in failures):
+        if not failures or not stood_s or any(failure.kind != "absent" for failure in failures):
             return failures
         text = (
             f"was without a sign of life for {stood_s:.0f} s, so that others may have given it up "
             "before they joined it"
         )
-        return [Failure(self.rank, "gone", text)] if failures else []
+        return [Failure(self.rank, "gone", text), *failures]
 
     def _look_after_standstill(self, call: _Call, watch: Watch) -> list[Failure]:
         """What came of it that this rank stood still, if it did since the others were seen last."""

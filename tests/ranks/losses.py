@@ -598,7 +598,11 @@ def only_the_last_verdict(case, told):
 
 
 def accused(case, errors):
-    """Every error is one of ours, and names the rank at fault, and no other."""
+    """Every error is one of ours, and names the rank at fault, and no other.
+
+    But one that was stopped with the store in it, before others could join it, names itself and
+    those who did not come: it cannot know what became of them.
+    """
     for rank, error in errors.items():
         assert isinstance(error, RankError), f"rank {rank}: {error!r}"
         faulty = {case.victim}
@@ -607,6 +611,9 @@ def accused(case, errors):
             side = case.hosts[rank]
             faulty = {other for other in range(case.world) if case.hosts[other] != side}
         assert error.failures, f"rank {rank}: {error!r}"
+        if rank == case.victim == 0 and case.store == "rank 0" and 0 in error.failures:
+            absent = {one for one, why in error.failures.items() if why.startswith("absent")}
+            faulty |= absent
         assert set(error.failures) <= faulty, f"rank {rank}: {error!r} {error.failures}"
         assert all(f"rank {one}" in str(error) for one in error.failures), f"rank {rank}: {error!r}"
         cause = str(error)

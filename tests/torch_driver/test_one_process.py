@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -686,7 +685,7 @@ class Looking:
     """Part of a planner: remembers whether the collector was on while it planned."""
 
     def create_local_plan(self):
-        self.collected = gc.isenabled()
+        self.collected = not collector.is_collector_paused()
         return super().create_local_plan()
 
 
@@ -721,7 +720,7 @@ def test_the_collector_goes_on_beside_a_save_on_another_thread(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         pool.submit(dcp.save, state(), storage_writer=writer, planner=planner).result()
     assert planner.collected
-    assert gc.isenabled()
+    assert not collector.is_collector_paused()
 
 
 def test_a_plan_that_fails_pauses_the_collector_until_the_next_call(tmp_path):
@@ -733,6 +732,6 @@ def test_a_plan_that_fails_pauses_the_collector_until_the_next_call(tmp_path):
     writer = bridge.StorageWriter(tmp_path)
     with pytest.raises(CheckpointException, match="no plan"):
         dcp.save(state(), storage_writer=writer, planner=Failing())
-    assert not gc.isenabled()
+    assert collector.is_collector_paused()
     writer.reset()
-    assert gc.isenabled()
+    assert not collector.is_collector_paused()

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-from shardkeep.collector import CollectorPause, paused_collector
+from shardkeep.collector import CollectorPause
 from shardkeep.errors import PlanError
 from shardkeep.formats.native.layout import plan_layout
 from shardkeep.formats.native.names import RECORD, new_save_id
@@ -251,9 +251,9 @@ class StorageWriter(dcp_storage.StorageWriter, BlockingAsyncStager):
         native = self._native
         assert native is not None
         self._busy = True
+        self._planning.begin()  # other ranks may have taken longer than it lasts
         try:
-            with paused_collector():
-                self._commit(native, metadata, results)
+            self._commit(native, metadata, results)
         except BaseException:
             native.abort(committing=True)
             raise

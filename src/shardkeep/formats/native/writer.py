@@ -123,8 +123,8 @@ class NativeWriter(StorageWriter):
         self.limits = limits
         self.memory_budget = memory_budget
         self.progress = progress
-        self.worked: Callable[[], None] = lambda: None
-        """Told of work that moves no bytes, which `progress` does not count."""
+        self.worked: Callable[[], None] | None = None
+        """Told of work that moves no bytes; `progress` is otherwise, of none."""
         self.before_commit: Callable[[], None] = lambda: None
         """Called as the last thing before the commit; what it raises stops it."""
         self.ranks_on_host = 1
@@ -260,13 +260,17 @@ class NativeWriter(StorageWriter):
                 block=self.block,
                 pool=pool,
                 threads=threads,
-                worked=self.worked,
+                worked=self.worked or self._tell_of_no_bytes,
                 write_early=None if alone else lambda rows: self._write_early(items, rows, planner),
             )
             self._writing.wait()
         finally:
             pool.close()
         return replace(same, early=None if self._early is None else self._early.told()).encode()
+
+    def _tell_of_no_bytes(self) -> None:
+        if self.progress is not None:
+            self.progress(0)
 
     def _write_early(self, items: WriteItems, rows: Ints, planner: SavePlanner) -> None:
         """Begin to write what has changed for sure, while the rest is compared."""
