@@ -39,7 +39,7 @@ def make(folder: Path) -> Path:
     }
     with (
         patch(f"{WRITER}.new_save_id", lambda: SAVE_ID),
-        patch(f"{WRITER}._version", lambda: "0.1.0"),
+        patch("shardkeep.__version__", "0.1.0"),
         patch(f"{WRITER}.time.gmtime", lambda: time.struct_time((2026, 1, 2, 3, 4, 5, 4, 2, 0))),
     ):
         shardkeep.save(state, folder / "example", no_dist=True)
