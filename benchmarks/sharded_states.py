@@ -50,22 +50,30 @@ def training_shapes(nbytes: int) -> tuple[tuple[int, int], ...]:
     )
 
 
+def large_shapes(nbytes: int, ranks: int) -> tuple[tuple[int, int], ...]:
+    """So that each rank has chunks of 8 MiB and a little: nothing lies on a round number."""
+    rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
+    return ((rows, COLUMNS),) * max(1, nbytes // (rows * COLUMNS * 4))
+
+
+def many_small(nbytes: int) -> Scenario:
+    """More tensors than bytes count for."""
+    shape = (max(8, nbytes // 3400 // 4 // 64), 64)
+    return Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", (shape,) * 3400)
+
+
 def scenarios(nbytes: int) -> list[Scenario]:
     """Of about `nbytes` each."""
 
     def large(name: str, ranks: int, cut: Cut, load_ranks: int, load_cut: Cut) -> Scenario:
-        # Chunks of 8 MiB and a little, so that nothing lies on a round number.
-        rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
-        count = max(1, nbytes // (rows * COLUMNS * 4))
-        return Scenario(name, ranks, cut, load_ranks, load_cut, ((rows, COLUMNS),) * count)
+        return Scenario(name, ranks, cut, load_ranks, load_cut, large_shapes(nbytes, ranks))
 
-    rows = max(8, nbytes // 3400 // 4 // 64)
     return [
         large("8 to 3, rows", 8, "rows", 3, "rows"),
         large("4 to 6, rows", 4, "rows", 6, "rows"),
         large("4 to 4, rows to columns", 4, "rows", 4, "columns"),
         large("4 to 4, replicated", 4, "replicated", 4, "replicated"),
-        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", ((rows, 64),) * 3400),
+        many_small(nbytes),
     ]
 
 

@@ -20,7 +20,14 @@ from benchmarks.resharding import (
     run,
 )
 from benchmarks.rounds import need_memory, scratch
-from benchmarks.sharded_states import COLUMNS, MIB, Cut, Scenario, training_shapes
+from benchmarks.sharded_states import (
+    COLUMNS,
+    Cut,
+    Scenario,
+    large_shapes,
+    many_small,
+    training_shapes,
+)
 from shardkeep.testing.processes import RankServer
 
 SIDES = (UNDER_TORCH, APART, "torch DCP")
@@ -32,11 +39,8 @@ def scenarios(nbytes: int) -> list[Scenario]:
     """Of about `nbytes` each."""
 
     def large(name: str, ranks: int, load_ranks: int, load_cut: Cut = "rows") -> Scenario:
-        rows = ranks * (8 * MIB // (4 * COLUMNS)) + 5 * ranks
-        count = max(1, nbytes // (rows * COLUMNS * 4))
-        return Scenario(name, ranks, "rows", load_ranks, load_cut, ((rows, COLUMNS),) * count)
+        return Scenario(name, ranks, "rows", load_ranks, load_cut, large_shapes(nbytes, ranks))
 
-    rows = max(8, nbytes // 3400 // 4 // 64)
     wide = max(1, nbytes // (16 * WIDE * 4))
     training = training_shapes(nbytes)
     return [
@@ -49,7 +53,7 @@ def scenarios(nbytes: int) -> list[Scenario]:
         large("4 to 6, rows", 4, 6),
         large("4 to 4, rows to columns", 4, 4, "columns"),
         Scenario("4 to 4, rows to wide columns", 4, "rows", 4, "columns", ((16, WIDE),) * wide),
-        Scenario("4 to 6, 3400 small", 4, "rows", 6, "rows", ((rows, 64),) * 3400),
+        many_small(nbytes),
     ]
 
 

@@ -5,6 +5,8 @@ import subprocess
 import pytest
 from hypothesis import settings
 
+from shardkeep import collector
+
 # No deadline: the first example of a property pays for imports and cold files.
 settings.register_profile(
     "check", deadline=None, derandomize=False, max_examples=100, print_blob=True
@@ -33,6 +35,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(skip)
+
+
+@pytest.fixture
+def end_all_pauses():
+    """Ends those of Python's collector, also of tests before, in which a save failed."""
+
+    def end():
+        for one in list(collector._pauses):
+            one.end()
+
+    return end
 
 
 @pytest.fixture

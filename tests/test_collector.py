@@ -12,21 +12,15 @@ from shardkeep import collector
 from shardkeep.collector import CollectorPause, is_collector_paused, paused_collector
 
 
-def end_all_pauses():
-    """Also those of tests before, in which a save failed."""
-    for one in list(collector._pauses):
-        one.end()
-
-
 @pytest.fixture
-def pause():
+def pause(end_all_pauses):
     end_all_pauses()
     made = CollectorPause()
     yield made
     made.end()
 
 
-def wait_until_enabled(seconds=10.0):
+def wait_until_resumed(seconds=10.0):
     end = time.monotonic() + seconds
     while is_collector_paused() and time.monotonic() < end:
         time.sleep(0.005)
@@ -46,7 +40,7 @@ def test_a_driver_that_fails_between_them(pause, monkeypatch):
     monkeypatch.setattr(collector, "MOST_S", 0.05)
     pause.begin()
     assert is_collector_paused()
-    wait_until_enabled()
+    wait_until_resumed()
 
 
 def test_a_moment_after_the_last_call(pause, monkeypatch):
@@ -54,12 +48,12 @@ def test_a_moment_after_the_last_call(pause, monkeypatch):
     pause.begin()
     pause.end_soon()
     assert is_collector_paused()
-    wait_until_enabled()
+    wait_until_resumed()
     pause.end_soon()
     assert not is_collector_paused()
 
 
-def test_a_pause_ends_with_who_made_it():
+def test_a_pause_ends_with_who_made_it(end_all_pauses):
     end_all_pauses()
     one = CollectorPause()
     one.begin()
@@ -91,7 +85,7 @@ def test_whether_it_is_on_stays_the_programs_own(pause, monkeypatch):
         pause.end_soon()
         was = gc.isenabled()
         gc.disable()
-        wait_until_enabled()
+        wait_until_resumed()
         assert not gc.isenabled()
         if was:
             gc.enable()
@@ -114,7 +108,7 @@ def test_a_threshold_that_the_program_sets_meanwhile_stays(pause):
     assert gc.get_threshold() == before
 
 
-def test_two_pauses_end_with_the_last():
+def test_two_pauses_end_with_the_last(end_all_pauses):
     end_all_pauses()
     before = gc.get_threshold()
     one, other = CollectorPause(), CollectorPause()

@@ -697,13 +697,7 @@ class LookingLoad(Looking, DefaultLoadPlanner):
     pass
 
 
-def end_all_pauses():
-    """Also those of tests before, in which a save failed."""
-    for one in list(collector._pauses):
-        one.end()
-
-
-def test_the_collector_waits_while_torch_plans(tmp_path):
+def test_the_collector_waits_while_torch_plans(tmp_path, end_all_pauses):
     end_all_pauses()
     saves, loads = LookingSave(), LookingLoad()
     dcp.save(state(), storage_writer=bridge.StorageWriter(tmp_path), planner=saves)
@@ -713,7 +707,7 @@ def test_the_collector_waits_while_torch_plans(tmp_path):
     assert not loads.collected
 
 
-def test_the_collector_goes_on_beside_a_save_on_another_thread(tmp_path):
+def test_the_collector_goes_on_beside_a_save_on_another_thread(tmp_path, end_all_pauses):
     end_all_pauses()
     planner = LookingSave()
     writer = bridge.StorageWriter(tmp_path)
@@ -723,7 +717,7 @@ def test_the_collector_goes_on_beside_a_save_on_another_thread(tmp_path):
     assert not collector.is_collector_paused()
 
 
-def test_a_plan_that_fails_pauses_the_collector_until_the_next_call(tmp_path):
+def test_a_plan_that_fails_pauses_the_collector_until_the_next_call(tmp_path, end_all_pauses):
     class Failing(DefaultSavePlanner):
         def create_local_plan(self):
             raise ValueError("no plan")

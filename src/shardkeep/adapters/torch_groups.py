@@ -213,12 +213,15 @@ class _StoreLine:
         try:
             return _run_within(self._gone_s, lambda: work(store.asking), self._helper)
         except (RuntimeError, OSError) as error:
-            store.lost = error
-            raise self._gone(error) from error
+            raise self._lose(store, error) from error
 
     def _opened(self) -> _Connections:
         assert self._store is not None, "there is a connection in every call"
         return self._store
+
+    def _lose(self, store: _Connections, error: Exception) -> RankError:
+        store.lost = error
+        return self._gone(error)
 
     def _gone(self, error: Exception) -> RankError:
         who = "global rank 0 (store host)"
@@ -246,8 +249,7 @@ class _StoreLine:
             post = functools.partial(store.posting.set, key, value)
             _run_within(self._gone_s if store.lost is None else LAST_WORD_S, post, self._poster)
         except (RuntimeError, OSError) as error:
-            store.lost = error
-            raise self._gone(error) from error
+            raise self._lose(store, error) from error
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
         """Look at growing intervals; the store's own waits write to the user's terminal."""
@@ -293,8 +295,8 @@ class _StoreLine:
             return mine
         standing = self.get(key, self._gone_s)
         if standing is None:
-            lost = self._opened().lost = TimeoutError(f"{key} was claimed but not posted")
-            raise self._gone(lost)
+            lost = TimeoutError(f"{key} was claimed but not posted")
+            raise self._lose(self._opened(), lost)
         return standing
 
     def add(self, key: str, amount: int) -> int:
