@@ -742,6 +742,34 @@ def test_listed_items_that_could_be_others_are_refused(tmp_path, world, items, t
     assert not (tmp_path / "checkpoint.json").exists()
 
 
+class Relisting(shardkeep.DefaultSavePlanner):
+    """Gives the plan it inherits as a list."""
+
+    def create_local_plan(self):
+        return SavePlan(list(super().create_local_plan().items))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_list_of_the_plan_keeps_empty_tensors(tmp_path, world):
+    """Also those that one rank alone has, and empty boxes of tensors that others hold."""
+    shapes = {"none": (0,), "rows": (0, 3), "columns": (2, 0)}
+
+    def work(ranks):
+        state = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        state |= {f"of {ranks.rank}": np.zeros((0, 7), np.int8), "v": 5}
+        low, held = (0, 2) if ranks.rank == world - 1 else (2, 0)
+        state["part"] = ShardedArray.from_local(np.full((held, 2), 9.0), (low, 0), (2, 2))
+        shardkeep.save(state, tmp_path, planner=Relisting(), process_group=ranks)
+
+    on_ranks(world, work)
+    found = shardkeep.open(tmp_path).state_dict()
+    shapes |= {f"of {rank}": (0, 7) for rank in range(world)}
+    assert {name: found[name].shape for name in shapes} == shapes
+    assert found["rows"].dtype == np.float32
+    assert found["of 0"].dtype == np.int8
+    assert (found["v"], found["part"].tolist()) == (5, [[9.0, 9.0], [9.0, 9.0]])
+
+
 def with_index(items, index):
     change = dataclasses.replace
     return [change(item, index=change(item.index, index=index)) for item in items]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NoReturn
 
 import numpy as np
@@ -66,7 +67,7 @@ class WriteItem:
 
     index: MetadataIndex
     """Its name and place; the hint is the number of the piece, or of the value, on this rank: what
-    all later steps know it by, and must be given."""
+    all later steps know it by, and must be given but with an empty box, which nobody asks for."""
     data: TensorWriteData | BytesWriteData
     """What it is."""
 
@@ -103,7 +104,8 @@ class LocalColumns:
 
 @dataclass(frozen=True, eq=False)
 class WriteItems(Rows[WriteItem]):
-    """The items of a plan: rows of a chunk table, then values."""
+    """The items of a plan: rows of a chunk table, then values, then what has no element to write:
+    the empty tensors of a local plan, without a number, so that a list of it loses none."""
 
     tensors: TensorTable
     """The tensors the chunks belong to."""
@@ -116,20 +118,33 @@ class WriteItems(Rows[WriteItem]):
     local: LocalColumns | None = None
     """Present on a local plan of the default planner."""
 
+    @cached_property
+    def empty(self) -> Ints:
+        """Rows of the tensors without an element; in a plan of all ranks none, the metadata has
+        them."""
+        none = np.zeros(0, np.int64)
+        return none if self.local is None else np.flatnonzero(self.tensors.volumes == 0)
+
     def __len__(self) -> int:
-        """Chunks and values together."""
-        return len(self.chunks) + len(self.value_names)
+        """Chunks, values and empty tensors together."""
+        return len(self.chunks) + len(self.value_names) + len(self.empty)
 
     def row(self, row: int) -> WriteItem:
         """One item as an object."""
-        if row >= len(self.chunks):
-            at = row - len(self.chunks)
-            index = MetadataIndex(self.value_names[at], None, self.value_source[at])
+        if row < len(self.chunks):
+            tensor, box = int(self.chunks.tensor[row]), self.chunks.boxes[row]
+            return self._box(tensor, box, int(self.chunks.source[row]))
+        row -= len(self.chunks)
+        if row < len(self.value_names):
+            index = MetadataIndex(self.value_names[row], None, self.value_source[row])
             return WriteItem(index, BytesWriteData())
-        tensor = int(self.chunks.tensor[row])
-        box = self.chunks.boxes[row]
+        tensor = int(self.empty[row - len(self.value_names)])
+        shape = self.tensors.shape(tensor)
+        return self._box(tensor, ChunkStorageMetadata((0,) * len(shape), shape), None)
+
+    def _box(self, tensor: int, box: ChunkStorageMetadata, number: int | None) -> WriteItem:
         return WriteItem(
-            MetadataIndex(self.tensors.names[tensor], box.offsets, int(self.chunks.source[row])),
+            MetadataIndex(self.tensors.names[tensor], box.offsets, number),
             TensorWriteData(box, self.tensors.properties(tensor), self.tensors.shape(tensor)),
         )
 
@@ -138,17 +153,18 @@ class WriteItems(Rows[WriteItem]):
         """Columns from a plain list, as a planner of somebody else's may give."""
         if isinstance(items, WriteItems):
             return items
-        chunks = [(i.index, i.data) for i in items if isinstance(i.data, TensorWriteData)]
+        boxes = [(i.index, i.data) for i in items if isinstance(i.data, TensorWriteData)]
         others = [i.index for i in items if isinstance(i.data, BytesWriteData)]
         rows: dict[str, int] = {}
         first: list[TensorWriteData] = []
-        for index, data in chunks:
+        for index, data in boxes:
             if rows.setdefault(index.fqn, len(rows)) == len(first):
                 first.append(data)
             _check_alike(index.fqn, first[rows[index.fqn]], data)
         tensors = TensorTable.of(
             list(rows), [data.properties for data in first], [data.size for data in first]
         )
+        chunks = [(index, data) for index, data in boxes if 0 not in data.chunk.sizes]
         count = len(chunks)
         table = ChunkTable(
             np.array([rows[index.fqn] for index, _ in chunks], np.int64),
