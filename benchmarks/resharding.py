@@ -146,7 +146,8 @@ def run(
     out: dict[str, dict[str, list[list[Part]]]] = {side: {"save": [], "load": []} for side in sides}
     for turn in range(rounds):
         print(f"{scenario.name}, round {turn + 1}", file=sys.stderr)
-        order = list(sides if turn % 2 == 0 else reversed(sides))
+        # Who is first does some things for all: each is as often as the others.
+        order = [*sides[turn % len(sides) :], *sides[: turn % len(sides)]]
         directory = tempfile.mkdtemp(dir=base)
         try:
             steps: list[tuple[str, int, Work]] = [

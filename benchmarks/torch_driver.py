@@ -1,7 +1,7 @@
 """Under torch's own `save` and `load`: our storage beside torch's, on real gloo processes.
 
 Both sides have torch's planners and collectives. Each state is saved by some ranks and loaded by
-others, cold; rounds alternate who goes first.
+others, cold; each side goes first as often as the others.
 """
 
 from __future__ import annotations

@@ -212,6 +212,13 @@ class Filling:
 
     def near_others(self) -> Iterator[tuple[str, Memory, ChunkStorageMetadata]]:
         """Pieces whose addresses lie between those of another one; mostly there are none."""
+        for number in self.suspects():
+            memory = self.memory(number)
+            assert memory is not None
+            yield self.names[number], memory, self.boxes[number]
+
+    def suspects(self) -> list[int]:
+        """The numbers of those pieces."""
         memories = [piece.memory for piece in self._pieces]
         devices = {memory.device: None for memory in memories if memory is not None}
         low, high = self._bounds
@@ -225,17 +232,15 @@ class Filling:
             # What others reach into, and what reaches into others, wherever in the order those lie.
             follows = np.searchsorted(low[rows], high[rows])
             suspect[rows[follows > np.arange(1, len(rows) + 1)]] = True
-        for number in np.flatnonzero(suspect).tolist():
-            memory = self._memory(number)
-            assert memory is not None
-            yield self.names[number], memory, self.boxes[number]
+        found: list[int] = np.flatnonzero(suspect).tolist()
+        return found
 
     def overlaps(self, memory: Memory) -> bool:
         """Whether any piece has a byte of this memory."""
         low, high = self._bounds
         begin, end = memory.bounds()
         near = np.flatnonzero((low < np.uint64(end)) & (high > np.uint64(begin))).tolist()
-        return any(one.overlaps(memory) for one in map(self._memory, near) if one is not None)
+        return any(one.overlaps(memory) for one in map(self.memory, near) if one is not None)
 
     @cached_property
     def _bounds(self) -> tuple[Addresses, Addresses]:
@@ -245,7 +250,8 @@ class Filling:
         low, high = bounds[self._piece].T + self._shift
         return low, high
 
-    def _memory(self, number: int) -> Memory | None:
+    def memory(self, number: int) -> Memory | None:
+        """Which bytes a piece occupies, where that is known."""
         memory: Memory | None = self._pieces[self._piece[number]].memory
         if memory is None:
             return None

@@ -14,18 +14,19 @@ import torch
 
 from shardkeep.adapters.torch_memory import tensor_of
 from shardkeep.adapters.torch_tensors import ADAPTER
-from shardkeep.arrays import FlatSink, HostPlaces, Sink, region
+from shardkeep.arrays import HostPlaces, Sink, region
 from shardkeep.columns import Boxes, Ints
-from shardkeep.dtypes import TABLE, DType, lookup
+from shardkeep.dtypes import DType, lookup
 from shardkeep.errors import MismatchError, PlanError
-from shardkeep.memory import Memory, address_of
+from shardkeep.memory import Memory
 from shardkeep.planner import ReadItems
 from shardkeep.tables import StateColumns
+from shardkeep.targets import Targets as ArrayTargets
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import planner as dcp
 
-__all__ = ["Targets", "read_items", "shared_targets"]
+__all__ = ["Targets", "read_items"]
 
 
 def read_items(items: Sequence[dcp.ReadItem], stored: StateColumns) -> ReadItems:
@@ -103,35 +104,51 @@ class Targets:
     def __init__(
         self, items: Sequence[dcp.ReadItem], tensors: Sequence[torch.Tensor], read: ReadItems
     ) -> None:
-        """Looks at each; raises for those that cannot be filled."""
+        """Looks at all of them together; raises for those that cannot be filled."""
+        self._items, self._tensors = items, tensors
         stored = [lookup(kind.dtype) for kind in read.tensors.kinds]
-        kinds = read.tensors.kind[read.chunks.tensor].tolist()
-        self._sinks: list[Sink] = []
-        self.memories: list[Memory | None] = []
-        self.forms = [(t.dtype, t.is_conj(), t.is_neg()) for t in tensors]
-        """What the same element becomes in memory."""
+        kinds = read.tensors.kind[read.chunks.tensor]
+        alike = [getattr(torch, one.torch, None) if one.torch else None for one in stored]
+        straight = [
+            type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.dtype is kind
+            for tensor, kind in zip(tensors, map(alike.__getitem__, kinds.tolist()), strict=True)
+        ]
+        if any(any(map(lazy, tensors)) for lazy in (torch.Tensor.is_conj, torch.Tensor.is_neg)):
+            lazies = [tensor.is_conj() or tensor.is_neg() for tensor in tensors]
+            straight = [one and not lazy for one, lazy in zip(straight, lazies, strict=True)]
+        rows = np.flatnonzero(straight)
+        names = [items[row].dest_index.fqn for row in rows.tolist()]
+        values = [tensors[row] for row in rows.tolist()]
+        self._filling = ArrayTargets.of(names, values, [ADAPTER] * len(rows)).filling(None)
+        self._number = np.full(len(items), -1)  # of those that are filled as they are
+        self._number[rows] = np.arange(len(rows))
         addresses = np.zeros(len(items), np.uint64)
-        for at, (item, tensor, kind) in enumerate(zip(items, tensors, kinds, strict=True)):
-            sink, memory = _sink(tensor, stored[kind], item.dest_index.fqn)
-            if isinstance(sink, FlatSink):
-                addresses[at] = address_of(sink.bytes)
-            self._sinks.append(sink)
-            self.memories.append(memory)
-        self.places = HostPlaces(addresses, np.array(kinds, np.int64), stored)
+        addresses[rows] = self._filling.places().address
+        self.places = HostPlaces(addresses, kinds, stored)
         self.staging = ADAPTER.settle(tensors)
 
-    def sink(self, number: int) -> Sink:
+    def sink(self, row: int) -> Sink:
         """Where the elements of an item go."""
-        return self._sinks[number]
+        number = int(self._number[row])
+        return CopySink(self._tensors[row]) if number < 0 else self._filling.sink(number)
+
+    def check_ties(self, same_content: Callable[[str, str], bool]) -> None:
+        """Raise where two tensors share memory, and would get different contents."""
+        items, tensors = self._items, self._tensors
+        rows = list(range(len(items)))
+        if self._number.min(initial=0) >= 0:  # a row is a number, and no other lies near those
+            near = {_place(items[row]) for row in self._filling.suspects()}
+            rows = [row for row in rows if _place(items[row]) in near] if near else []
+        memories = [_memory(tensors[row]) for row in rows]
+        forms = [
+            (tensors[row].dtype, tensors[row].is_conj(), tensors[row].is_neg()) for row in rows
+        ]
+        _check_shared([items[row] for row in rows], memories, forms, same_content)
 
 
-def _sink(tensor: torch.Tensor, stored: DType, name: str) -> tuple[Sink, Memory | None]:
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    lazy = plain and (tensor.is_conj() or tensor.is_neg())
-    if not plain or lazy or TABLE.get(str(tensor.dtype)[6:]) is not stored:
-        return CopySink(tensor), _memory(tensor)
-    target = ADAPTER.target(tensor, name, None)
-    return target.pieces[0].sink, target.memory
+def _place(item: dcp.ReadItem) -> tuple[str, Any]:
+    """Which tensor of the target an item is a part of."""
+    return item.dest_index.fqn, item.dest_index.offset
 
 
 def _memory(tensor: torch.Tensor) -> Memory | None:
@@ -149,7 +166,7 @@ def _memory(tensor: torch.Tensor) -> Memory | None:
     return Memory(str(tensor.device), address, tuple(tensor.shape), strides, item)
 
 
-def shared_targets(
+def _check_shared(
     items: Sequence[dcp.ReadItem],
     memories: Sequence[Memory | None],
     forms: Sequence[object],
@@ -163,7 +180,7 @@ def shared_targets(
     of: dict[tuple[str, Any], list[int]] = {}
     for at, (item, memory) in enumerate(zip(items, memories, strict=True)):
         if memory is not None:
-            key = item.dest_index.fqn, item.dest_index.offset
+            key = _place(item)
             low, high = memory.bounds()
             held = bounds.get(key, (memory.device, low, high))
             bounds[key] = memory.device, min(held[1], low), max(held[2], high)

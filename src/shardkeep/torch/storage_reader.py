@@ -33,7 +33,7 @@ from shardkeep.storage import ReadOnce
 from shardkeep.torch.announcing import Intent, SharedReads, take_word
 from shardkeep.torch.neighbours import ranks_on_host, world_size
 from shardkeep.torch.objects import decode_object, stream_of
-from shardkeep.torch.reading import Targets, read_items, shared_targets
+from shardkeep.torch.reading import Targets, read_items
 from shardkeep.torch.stored import stored_metadata
 
 __all__ = ["StorageReader"]
@@ -334,5 +334,5 @@ def _targets(
                 f"gives a tensor of shape {tuple(tensor.size())}: mismatch sizes"
             )
     targets = Targets(items, tensors, read)
-    shared_targets(items, targets.memories, targets.forms, native.same_content)
+    targets.check_ties(native.same_content)
     return read, tensors, targets
