@@ -770,6 +770,49 @@ def test_a_list_of_the_plan_keeps_empty_tensors(tmp_path, world):
     assert (found["v"], found["part"].tolist()) == (5, [[9.0, 9.0], [9.0, 9.0]])
 
 
+class Sorting(shardkeep.DefaultSavePlanner):
+    """Lists its plan by the numbers of items, the last first."""
+
+    def create_local_plan(self):
+        items = super().create_local_plan().items
+        return SavePlan(sorted(items, key=lambda item: -item.index.index))
+
+
+class Resolving(shardkeep.DefaultSavePlanner):
+    """Looks at what it plans."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        for item in plan.items:
+            data = self.resolve_data(item)
+            assert isinstance(data, bytes) or data.part((0,) * len(item.data.size), item.data.size)
+        return plan
+
+
+class Returning(shardkeep.DefaultSavePlanner):
+    """Writes what it planned itself, by its own items."""
+
+    def create_local_plan(self):
+        self.mine = super().create_local_plan()
+        return self.mine
+
+    def finish_plan(self, new_plan):
+        return dataclasses.replace(new_plan, items=self.mine.items)
+
+
+@pytest.mark.parametrize("kind", [Sorting, Resolving, Returning])
+@pytest.mark.parametrize("save", [shardkeep.save, shardkeep.async_save])
+def test_planners_see_empty_tensors_as_items(tmp_path, kind, save):
+    """With a number and without elements, like any other item."""
+    state = {"a": np.arange(6.0), "e": np.zeros((0, 3), np.float32), "v": 5}
+    done = save(state, tmp_path, planner=kind())
+    if save is shardkeep.async_save:
+        done.result(60)
+    found = shardkeep.open(tmp_path).state_dict()
+    assert found["a"].tolist() == list(range(6))
+    assert (found["e"].shape, found["e"].dtype, found["v"]) == ((0, 3), np.float32, 5)
+
+
 def with_index(items, index):
     change = dataclasses.replace
     return [change(item, index=change(item.index, index=index)) for item in items]

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import xxhash
 
 from shardkeep import tree, values
-from shardkeep.arrays import Source, settle_all
+from shardkeep.arrays import HostSource, Source, settle_all
 from shardkeep.columns import Boxes, Ints, order_by
+from shardkeep.dtypes import lookup
 from shardkeep.global_plan import join_plans
 from shardkeep.holding import Holding, Look
 from shardkeep.memory import Addresses
@@ -169,9 +170,12 @@ class DefaultSavePlanner(SavePlanner):
         """The hint of the item is the number of the piece or value on this rank."""
         number = write_item.index.index
         assert number is not None
-        if isinstance(write_item.data, BytesWriteData):
+        data = write_item.data
+        if isinstance(data, BytesWriteData):
             return self._values[number]
-        return self.source_of(number, write_item.data.chunk)
+        if 0 in data.chunk.sizes:  # no piece: there is nothing to write
+            return HostSource(np.zeros(data.chunk.sizes, lookup(data.properties.dtype).bits()))
+        return self.source_of(number, data.chunk)
 
     def source_of(self, number: int, box: ChunkStorageMetadata) -> Source:
         """A piece, or the part of it that lies in `box`."""

@@ -67,7 +67,7 @@ class WriteItem:
 
     index: MetadataIndex
     """Its name and place; the hint is the number of the piece, or of the value, on this rank: what
-    all later steps know it by, and must be given but with an empty box, which nobody asks for."""
+    all later steps know it by, and must be given."""
     data: TensorWriteData | BytesWriteData
     """What it is."""
 
@@ -105,7 +105,7 @@ class LocalColumns:
 @dataclass(frozen=True, eq=False)
 class WriteItems(Rows[WriteItem]):
     """The items of a plan: rows of a chunk table, then values, then what has no element to write:
-    the empty tensors of a local plan, without a number, so that a list of it loses none."""
+    the empty tensors of a local plan, so that a list of it loses none."""
 
     tensors: TensorTable
     """The tensors the chunks belong to."""
@@ -138,11 +138,20 @@ class WriteItems(Rows[WriteItem]):
         if row < len(self.value_names):
             index = MetadataIndex(self.value_names[row], None, self.value_source[row])
             return WriteItem(index, BytesWriteData())
-        tensor = int(self.empty[row - len(self.value_names)])
-        shape = self.tensors.shape(tensor)
-        return self._box(tensor, ChunkStorageMetadata((0,) * len(shape), shape), None)
+        row -= len(self.value_names)
+        shape = self.tensors.shape(int(self.empty[row]))
+        # A number that no piece has: nobody asks by it, but a planner may sort by numbers.
+        number = int(self.chunks.source.max(initial=-1)) + 1 + row
+        return self._box(
+            int(self.empty[row]), ChunkStorageMetadata((0,) * len(shape), shape), number
+        )
 
-    def _box(self, tensor: int, box: ChunkStorageMetadata, number: int | None) -> WriteItem:
+    @property
+    def value_items(self) -> Sequence[WriteItem]:
+        """Those that are values."""
+        return self[len(self.chunks) : len(self.chunks) + len(self.value_names)]
+
+    def _box(self, tensor: int, box: ChunkStorageMetadata, number: int) -> WriteItem:
         return WriteItem(
             MetadataIndex(self.tensors.names[tensor], box.offsets, number),
             TensorWriteData(box, self.tensors.properties(tensor), self.tensors.shape(tensor)),

@@ -240,6 +240,31 @@ def test_ties_of_the_same_form(tmp_path):
         load({"a": numbers.view(torch.int32), "b": numbers}, tmp_path / "numbers")
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=["as stored", "cast"])
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.as_subclass(Plain)], ids=["", "class"])
+def test_targets_that_were_shrunk(tmp_path, dtype, view):
+    """Nothing is written beyond what is there, also where torch does the copying."""
+    save({"t": torch.arange(24).view(4, 6)}, tmp_path)
+    target = torch.zeros(4, 6, dtype=dtype)
+    target.untyped_storage().resize_(48)
+    with pytest.raises(CheckpointException, match=r"t: .* 48; it was resized under it"):
+        load({"t": view(target)}, tmp_path)
+
+
+class Meta(DefaultLoadPlanner):
+    """Gives tensors without memory."""
+
+    def resolve_tensor(self, read_item):
+        return super().resolve_tensor(read_item).to("meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=["as stored", "cast"])
+def test_targets_without_memory_are_refused(tmp_path, dtype):
+    save({"t": torch.arange(24)}, tmp_path)
+    with pytest.raises(CheckpointException, match="t: the planner gives a meta tensor"):
+        load({"t": torch.zeros(24, dtype=dtype)}, tmp_path, planner=Meta())
+
+
 class Counter:
     """Torch calls both methods."""
 

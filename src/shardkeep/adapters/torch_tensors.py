@@ -39,7 +39,7 @@ from shardkeep.errors import UnsupportedValueError
 from shardkeep.memory import Memory
 from shardkeep.metadata import TensorProperties
 
-__all__ = ["ADAPTER", "properties_of", "wrapper_parts"]
+__all__ = ["ADAPTER", "check_storage", "properties_of", "wrapper_parts"]
 
 Array = npt.NDArray[np.generic]
 
@@ -96,7 +96,7 @@ class TorchTensors:
     def sources(self, value: object, where: str) -> Sequence[Source]:
         """Its memory, or what must be brought over from a device."""
         tensor, dtype = _checked(value, where)
-        _check_storage(tensor, where)
+        check_storage(tensor, where)
         if tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg():
             return (HostSource(host_bits(tensor, dtype)),)
         return (DeviceSource(tensor.detach(), dtype),)
@@ -124,7 +124,7 @@ class TorchTensors:
             result = tensor = _allocate(tensor, device)
         if tensor.is_conj() or tensor.is_neg():
             raise UnsupportedValueError(f"{where}: the target is a lazy conjugate or negative view")
-        _check_storage(tensor, where)
+        check_storage(tensor, where)
         shape = tuple(tensor.shape)
         memory = _memory(tensor, shape)
         if memory is not None and not tensor.is_contiguous() and memory.may_repeat():
@@ -157,7 +157,7 @@ class TorchTensors:
         end = np.fromiter(map(_storage_ptr, storages), np.uint64, count)
         end += np.fromiter(map(_storage_nbytes, storages), np.uint64, count)
         for row in np.flatnonzero(begin + np.array(reach, np.uint64) > end).tolist():
-            _check_storage(values[row], names[row])
+            check_storage(values[row], names[row])
         addresses: list[int] = begin.tolist()
         return addresses
 
@@ -289,7 +289,7 @@ def _checked(value: object, where: str) -> tuple[torch.Tensor, DType]:
     return value, dtype
 
 
-def _check_storage(tensor: torch.Tensor, where: str) -> None:
+def check_storage(tensor: torch.Tensor, where: str) -> None:
     """A storage may have been shrunk under a tensor; there is nothing behind it then."""
     item, numel = tensor.element_size(), tensor.numel()
     last = numel - 1

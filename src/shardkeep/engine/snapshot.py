@@ -114,10 +114,7 @@ def hold(plan: SavePlan, planner: SavePlanner, order: Sequence[Ints]) -> Held:
         start[mine] = at + begin
         at += -(-int(room.sum()) // GROUP) * GROUP
         first += len(group)
-    values = {
-        item.index.fqn: planner.resolve_data(item)
-        for item in (items[row] for row in range(len(items.chunks), len(items)))
-    }
+    values = {item.index.fqn: planner.resolve_data(item) for item in items.value_items}
     planner.check_sources(items, rows)
     return Held(items, rows, start, nbytes, itemsize, at, values, planner)  # type: ignore[arg-type]
 

@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from shardkeep.adapters.torch_memory import tensor_of
-from shardkeep.adapters.torch_tensors import ADAPTER
+from shardkeep.adapters.torch_tensors import ADAPTER, check_storage
 from shardkeep.arrays import HostPlaces, Sink, region
 from shardkeep.columns import Boxes, Ints
 from shardkeep.dtypes import DType, lookup
-from shardkeep.errors import MismatchError, PlanError
+from shardkeep.errors import MismatchError, PlanError, UnsupportedValueError
 from shardkeep.memory import Memory
 from shardkeep.planner import ReadItems
 from shardkeep.tables import StateColumns
@@ -116,10 +117,14 @@ class Targets:
         if any(any(map(lazy, tensors)) for lazy in (torch.Tensor.is_conj, torch.Tensor.is_neg)):
             lazies = [tensor.is_conj() or tensor.is_neg() for tensor in tensors]
             straight = [one and not lazy for one, lazy in zip(straight, lazies, strict=True)]
+        for row in np.flatnonzero(np.logical_not(straight)).tolist():
+            _check_copied(tensors[row], items[row].dest_index.fqn)
         rows = np.flatnonzero(straight)
         names = [items[row].dest_index.fqn for row in rows.tolist()]
         values = [tensors[row] for row in rows.tolist()]
         self._filling = ArrayTargets.of(names, values, [ADAPTER] * len(rows)).filling(None)
+        for number, _ in self._filling.allocated():
+            _refuse_meta(names[number])
         self._number = np.full(len(items), -1)  # of those that are filled as they are
         self._number[rows] = np.arange(len(rows))
         addresses = np.zeros(len(items), np.uint64)
@@ -144,6 +149,21 @@ class Targets:
             (tensors[row].dtype, tensors[row].is_conj(), tensors[row].is_neg()) for row in rows
         ]
         _check_shared([items[row] for row in rows], memories, forms, same_content)
+
+
+def _refuse_meta(name: str) -> NoReturn:
+    raise UnsupportedValueError(
+        f"{name}: the planner gives a meta tensor, which has no memory to fill; allocate it first"
+    )
+
+
+def _check_copied(tensor: torch.Tensor, name: str) -> None:
+    """Of a tensor that torch copies into, which does not look how much memory there is."""
+    if tensor.is_meta:
+        _refuse_meta(name)
+    if tensor.layout is torch.strided:
+        with contextlib.suppress(NotImplementedError):  # a class that wraps others has none
+            check_storage(tensor, name)
 
 
 def _place(item: dcp.ReadItem) -> tuple[str, Any]:

@@ -102,7 +102,7 @@ def file_values(plan: FilePlan, items: WriteItems, planner: SavePlanner) -> byte
     if not plan.holds_values:
         return b""
     parts: list[bytes] = []
-    for item in items[len(items.chunks) :]:
+    for item in items.value_items:
         data = planner.resolve_data(item)
         assert isinstance(data, bytes)
         parts.append(data)
