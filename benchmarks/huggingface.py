@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.caches import evict, make_durable, warm
 from benchmarks.report import Report, add_options, number, ratio
-from benchmarks.rounds import need_memory, scratch
+from benchmarks.rounds import in_turn, need_memory, scratch
 from shardkeep.testing.processes import PRELOAD, RankServer
 
 MODULES = (
@@ -131,9 +131,8 @@ def rounds(rank: int, nbytes: int, cut: str, base: str, repeat: int) -> list[dic
     seen: list[dict[str, float]] = []
     for at in range(repeat + 1):
         found: dict[str, float] = {}
-        turn = at % len(SIDES)
         written: dict[str, Path] = {}
-        for side in SIDES[turn:] + SIDES[:turn]:
+        for side in in_turn(SIDES, at):
             path = Path(base, side.replace(" ", "-").replace(",", ""))
             if rank == 0:
                 shutil.rmtree(path, ignore_errors=True)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 from benchmarks.caches import TOLERABLE, evict
 from benchmarks.picture import Group, draw
 from benchmarks.report import Report, add_options, number, ratio
-from benchmarks.rounds import need_memory, scratch
+from benchmarks.rounds import in_turn, need_memory, scratch
 from benchmarks.sharded_states import Scenario, check, scenarios, sharded
 from benchmarks.worker import counters
 from shardkeep import functions
@@ -146,8 +146,7 @@ def run(
     out: dict[str, dict[str, list[list[Part]]]] = {side: {"save": [], "load": []} for side in sides}
     for turn in range(rounds):
         print(f"{scenario.name}, round {turn + 1}", file=sys.stderr)
-        # Who is first does some things for all: each is as often as the others.
-        order = [*sides[turn % len(sides) :], *sides[: turn % len(sides)]]
+        order = in_turn(sides, turn)
         directory = tempfile.mkdtemp(dir=base)
         try:
             steps: list[tuple[str, int, Work]] = [

@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -63,6 +63,12 @@ class Results:
         }
 
 
+def in_turn(sides: Sequence[str], number: int) -> list[str]:
+    """Another side begins in each round: who is first does some things for all."""
+    turn = number % max(1, len(sides))
+    return [*sides[turn:], *sides[:turn]]
+
+
 def present(wanted: str | None, without: tuple[str, ...] = ()) -> list[str]:
     """The sides that can run here, those `without` only if they are named; says which cannot."""
     usual = [name for name in SIDES if name not in without]
@@ -100,8 +106,7 @@ class Turns:
     def order(self, number: int) -> list[str]:
         """Who goes when, in a round."""
         names = list(self.workers)
-        turn = number % max(1, len(names))
-        return names[turn:] + names[:turn]
+        return in_turn(names, number)
 
     def take(self, number: int, turn: Callable[[str], None]) -> None:
         """One round; a side that fails is left out of all further ones."""

@@ -140,11 +140,14 @@ class WriteItems(Rows[WriteItem]):
             return WriteItem(index, BytesWriteData())
         row -= len(self.value_names)
         shape = self.tensors.shape(int(self.empty[row]))
-        # A number that no piece has: nobody asks by it, but a planner may sort by numbers.
-        number = int(self.chunks.source.max(initial=-1)) + 1 + row
-        return self._box(
-            int(self.empty[row]), ChunkStorageMetadata((0,) * len(shape), shape), number
-        )
+        whole = ChunkStorageMetadata((0,) * len(shape), shape)
+        return self._box(int(self.empty[row]), whole, self._first_free + row)
+
+    @cached_property
+    def _first_free(self) -> int:
+        """A number that no piece has, nor any after it: nobody asks by those of empty tensors, but
+        a planner may sort by numbers."""
+        return int(self.chunks.source.max(initial=-1)) + 1
 
     @property
     def value_items(self) -> Sequence[WriteItem]:

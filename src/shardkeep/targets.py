@@ -213,7 +213,7 @@ class Filling:
     def near_others(self) -> Iterator[tuple[str, Memory, ChunkStorageMetadata]]:
         """Pieces whose addresses lie between those of another one; mostly there are none."""
         for number in self.suspects():
-            memory = self.memory(number)
+            memory = self._memory(number)
             assert memory is not None
             yield self.names[number], memory, self.boxes[number]
 
@@ -240,7 +240,7 @@ class Filling:
         low, high = self._bounds
         begin, end = memory.bounds()
         near = np.flatnonzero((low < np.uint64(end)) & (high > np.uint64(begin))).tolist()
-        return any(one.overlaps(memory) for one in map(self.memory, near) if one is not None)
+        return any(one.overlaps(memory) for one in map(self._memory, near) if one is not None)
 
     @cached_property
     def _bounds(self) -> tuple[Addresses, Addresses]:
@@ -250,8 +250,7 @@ class Filling:
         low, high = bounds[self._piece].T + self._shift
         return low, high
 
-    def memory(self, number: int) -> Memory | None:
-        """Which bytes a piece occupies, where that is known."""
+    def _memory(self, number: int) -> Memory | None:
         memory: Memory | None = self._pieces[self._piece[number]].memory
         if memory is None:
             return None

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,6 +107,7 @@ class Targets:
     ) -> None:
         """Looks at all of them together; raises for those that cannot be filled."""
         self._items, self._tensors = items, tensors
+        _refuse_meta(items, tensors)
         stored = [lookup(kind.dtype) for kind in read.tensors.kinds]
         kinds = read.tensors.kind[read.chunks.tensor]
         alike = [getattr(torch, one.torch, None) if one.torch else None for one in stored]
@@ -123,8 +124,6 @@ class Targets:
         names = [items[row].dest_index.fqn for row in rows.tolist()]
         values = [tensors[row] for row in rows.tolist()]
         self._filling = ArrayTargets.of(names, values, [ADAPTER] * len(rows)).filling(None)
-        for number, _ in self._filling.allocated():
-            _refuse_meta(names[number])
         self._number = np.full(len(items), -1)  # of those that are filled as they are
         self._number[rows] = np.arange(len(rows))
         addresses = np.zeros(len(items), np.uint64)
@@ -151,16 +150,17 @@ class Targets:
         _check_shared([items[row] for row in rows], memories, forms, same_content)
 
 
-def _refuse_meta(name: str) -> NoReturn:
-    raise UnsupportedValueError(
-        f"{name}: the planner gives a meta tensor, which has no memory to fill; allocate it first"
-    )
+def _refuse_meta(items: Sequence[dcp.ReadItem], tensors: Sequence[torch.Tensor]) -> None:
+    for item, tensor in zip(items, tensors, strict=True):
+        if tensor.is_meta:
+            raise UnsupportedValueError(
+                f"{item.dest_index.fqn}: the planner gives a meta tensor, which has no memory to "
+                "fill; allocate it first"
+            )
 
 
 def _check_copied(tensor: torch.Tensor, name: str) -> None:
     """Of a tensor that torch copies into, which does not look how much memory there is."""
-    if tensor.is_meta:
-        _refuse_meta(name)
     if tensor.layout is torch.strided:
         with contextlib.suppress(NotImplementedError):  # a class that wraps others has none
             check_storage(tensor, name)
