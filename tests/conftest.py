@@ -1,11 +1,15 @@
 """Options and hypothesis profiles for the whole suite."""
 
+import contextlib
 import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from shardkeep import collector
+from shardkeep.stores.local import LocalStore
 
 # No deadline: the first example of a property pays for imports and cold files.
 settings.register_profile(
@@ -62,3 +66,17 @@ def small_disk(tmp_path):
         pytest.skip("not allowed to mount")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture(scope="session")
+def disk():
+    """A directory whose file system does direct I/O."""
+    for base in (Path("/var/tmp"), Path("/tmp"), Path.home()):
+        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=base) as folder:
+            probe = LocalStore(folder).create("probe")
+            works = probe.begin_direct()
+            probe.close()
+            if works:
+                yield Path(folder)
+                return
+    pytest.skip("no disk with direct I/O here")

@@ -24,6 +24,7 @@ from shardkeep.converting import driver
 from shardkeep.converting.target import TARGETS
 from shardkeep.converting.workplace import Workplace
 from shardkeep.foreign.layout import Elements, Late, Literal, OutFile
+from shardkeep.stores.local import WriteFile
 from shardkeep.testing.system_calls import intercepted
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals, flock")
@@ -146,6 +147,26 @@ def test_progress_ends_with_everything(source, tmp_path):
     seen = []
     shardkeep.convert(source, tmp_path / "made", progress=lambda *at: seen.append(at))
     assert seen[-1][0] == seen[-1][1] >= shardkeep.open(source).nbytes
+
+
+@pytest.mark.parametrize("to", ["native", "hf"])
+@pytest.mark.parametrize("budget", [16 << 20, 100 << 20, 256 << 20])
+def test_files_are_written_around_the_page_cache(disk, tmp_path, monkeypatch, to, budget):
+    """Whatever the budget makes of units and windows: a copy by way of it is half as fast."""
+    rng = np.random.default_rng(3)
+    state = {f"t{n}": rng.integers(0, 256, (11 << 20) + 12, np.uint8) for n in range(3)}
+    shardkeep.save(state, tmp_path / "source", no_dist=True)
+    ended = []
+    end_direct = WriteFile._end_direct
+    monkeypatch.setattr(
+        WriteFile, "_end_direct", lambda file: ended.append(file.path) or end_direct(file)
+    )
+    made = disk / f"{to}-{budget}"
+    shardkeep.convert(tmp_path / "source", made, to=to, memory_budget=budget)
+    assert len(ended) <= (to == "hf")  # its last bytes, which are no whole page
+    with shardkeep.open(made) as checkpoint:
+        for name, array in state.items():
+            assert np.array_equal(np.asarray(checkpoint[name]), array)
 
 
 # --- what is refused

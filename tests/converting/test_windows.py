@@ -71,3 +71,14 @@ def test_what_the_collector_gives_back_waits_for_no_lock():
     thread.join(10)
     assert not thread.is_alive()
     windows.close()
+
+
+def test_what_lies_in_two_windows_is_as_aligned_as_one_of_them():
+    """Direct I/O ends for a whole file with the first write from anywhere else."""
+    windows = Windows(0, 8 * SIZE, 2 * SIZE, numbered)
+    try:
+        found = windows.find(SIZE, 3 * SIZE)
+        assert found.ctypes.data % 4096 == 0
+        assert np.array_equal(found, expected(SIZE, 3 * SIZE))
+    finally:
+        windows.close()

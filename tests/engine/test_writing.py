@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import random
@@ -403,20 +402,6 @@ def test_many_small_chunks_of_all_kinds(tmp_path):
 
 
 # --- with a real disk
-
-
-@pytest.fixture(scope="module")
-def disk():
-    """A directory whose file system does direct I/O."""
-    for base in (Path("/var/tmp"), Path("/tmp"), Path.home()):
-        with contextlib.suppress(OSError), tempfile.TemporaryDirectory(dir=base) as folder:
-            probe = LocalStore(folder).create("probe")
-            works = probe.begin_direct()
-            probe.close()
-            if works:
-                yield Path(folder)
-                return
-    pytest.skip("no disk with direct I/O here")
 
 
 @linux

@@ -57,11 +57,11 @@ def write_native(
 ) -> str:
     """Write and commit a checkpoint at `root`; returns the digest of its record."""
     writer = NativeWriter(root, limits=limits, memory_budget=None, progress=progress)
-    writer.memory_budget = max(budget // 4, 8 << 20)
+    # Its buffers are touched at the ends of files only: all else is in windows already.
+    writer.memory_budget = max(budget // 2, 8 << 20)
     writer.user_metadata = _user_metadata(contents)
     writer.journal = journal
     metadata, items = _planned(contents)
-    # What the writer would buffer is in windows already; it needs memory for the ends of files.
     planner = _Converted(contents, items, budget - budget // 4)
     try:
         writer.set_up_storage_writer(Place())
