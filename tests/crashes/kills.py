@@ -166,7 +166,8 @@ class Steps(Place):
         return max(there, default=ABSENT - FROZEN) + FROZEN
 
     def clean(self):
-        (self.path / "run").mkdir(parents=True, exist_ok=True)
+        for folder in ("run", "fast"):  # the first save may have been killed before it made them
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
         with self.manager() as manager:
             manager.should_save(0)
             manager.wait_copied()
