@@ -81,6 +81,8 @@ class Image:
     is_settled: Callable[[], bool] = lambda: True
     """Whether threads have ended to copy into it. Until then it stays as it is where it is found,
     and whoever writes from it leaves the cores to them."""
+    is_passing: bool = False
+    """Whether it holds little at a time, and has bytes only while they are asked for in order."""
 
 
 NO_IMAGE = Image(lambda low, high: None)

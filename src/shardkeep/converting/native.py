@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from shardkeep.foreign.filling import Filling, Wish
 from shardkeep.foreign.layout import Elements, OutTensor
 from shardkeep.formats.native.files import DIRECT_UNIT, MOST_BUSY
 from shardkeep.formats.native.jobs import Journal
-from shardkeep.formats.native.layout import Limits
+from shardkeep.formats.native.layout import FilePlan, Limits, decode_rank_layout
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.formats.native.writer import NativeWriter
 from shardkeep.metadata import Metadata, TensorProperties
@@ -62,17 +63,18 @@ def write_native(
     writer.user_metadata = _user_metadata(contents)
     writer.journal = journal
     metadata, items = _planned(contents)
-    planner = _Converted(contents, items, budget - budget // 4)
     try:
         writer.set_up_storage_writer(Place())
         (plan,) = writer.prepare_global_plan([SavePlan(items, metadata.planner_data)], metadata)
-        writer.finish(metadata, [writer.write_data(plan, planner)])
+        files, _, _ = decode_rank_layout(plan.storage_data)
+        with contextlib.closing(
+            _Converted(contents, items, budget - budget // 4, files)
+        ) as planner:
+            writer.finish(metadata, [writer.write_data(plan, planner)])
         writer.settle()
     except Exception:
         writer.abort()  # after an interrupt, what is there is for the next attempt
         raise
-    finally:
-        planner.close()
     return writer.digest
 
 
@@ -133,10 +135,12 @@ class _Lazy:
 class _Converted(PlannedPlanner):
     """Gives the elements of a plan that is made already; reads them ahead of who writes them."""
 
-    def __init__(self, contents: Contents, items: WriteItems, budget: int) -> None:
+    def __init__(
+        self, contents: Contents, items: WriteItems, budget: int, files: Sequence[FilePlan]
+    ) -> None:
         self._contents = contents
         self._values = contents.encoded_values()
-        lanes = min(MOST_BUSY, usable_cores())
+        lanes = max(1, min(MOST_BUSY, usable_cores(), len(files)))
         self._window = min(LARGEST, max(UNIT // 2, budget // (ALIVE * lanes) // UNIT * UNIT))
         self._open: weakref.WeakSet[Windows] = weakref.WeakSet()
         tensors = items.tensors
@@ -166,7 +170,7 @@ class _Converted(PlannedPlanner):
         filling = Filling(segments, self._contents.read, self._contents)
         windows = Windows(int(start[0]), int(start[-1] + nbytes[-1]), self._window, filling.fill)
         self._open.add(windows)
-        return Image(windows.find)
+        return Image(windows.find, is_passing=True)
 
     def _segment(self, row: int, start: int = 0) -> Elements:
         tensor = self._out[row]

@@ -185,6 +185,9 @@ class _FileWriter:
             run_in_order(self._put_off, self._digest_all, threads)
             self._is_last = True
             self._strip((turning, layout.payload))
+        # They know this and this knows them: a circle, in which an image would stay for as long as
+        # Python's collector is paused.
+        del self._writers
         entry, root = layout.seal(bytes(self._level1), self._algorithm)
         self._write_end(np.frombuffer(self._rest + entry, np.uint8))
         return root
@@ -199,6 +202,8 @@ class _FileWriter:
     def _strips(self, end: int, threads: int) -> Sequence[tuple[int, int]]:
         """Cut what comes before `end` into runs of units, several for every thread."""
         unit = self._pool.unit
+        if self._payload.chunks.image.is_passing:
+            return list(_units(0, end, unit))
         together = max(1, min(STRIP, end // (unit * threads * STRIP)))
         return list(_units(0, end, unit * together))
 
