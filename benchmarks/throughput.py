@@ -15,7 +15,16 @@ from benchmarks import raw
 from benchmarks.caches import TOLERABLE, evict, size, warm
 from benchmarks.picture import Group, draw
 from benchmarks.report import Report, add_options, number, ratio
-from benchmarks.rounds import SHM, Results, Turns, checkpoint, need_memory, present, scratch
+from benchmarks.rounds import (
+    SHM,
+    Results,
+    Turns,
+    checkpoint,
+    in_turn,
+    need_memory,
+    present,
+    scratch,
+)
 from benchmarks.sides import OF_OTHERS, SIDES
 from benchmarks.states import training_state
 from benchmarks.worker import Measure, SideFailed
@@ -48,9 +57,9 @@ class Throughput:
         for name, rate in rates.items():
             if not warm_up:
                 self.results.rates[name].append(rate)
-        self.turns.take(count, lambda side: self._turn(side, warm_up))
+        self.turns.take(count, lambda side: self._turn(side, count, warm_up))
 
-    def _turn(self, side: str, warm_up: bool) -> None:
+    def _turn(self, side: str, count: int, warm_up: bool) -> None:
         if warm_up:
             self.turns.tune(side, self.disk)
         options = self.results.options.get(side, {})
@@ -59,8 +68,7 @@ class Throughput:
             self._load(side, "cold load", path, warm_up)
             self._load(side, "warm load", path, warm_up)
             if side == OURS:
-                self._load(side, "cold load, verify=False", path, warm_up, verify=False)
-                self._load(side, "warm load, verify=False", path, warm_up, verify=False)
+                self._what_digests_cost(path, count, warm_up)
         with checkpoint(self.memory) as path:
             self._do(side, "tmpfs save", path, warm_up, **options)
             self._load(side, "tmpfs load", path, warm_up)
@@ -69,6 +77,14 @@ class Throughput:
             with checkpoint(self.disk) as path:
                 self._do(side, f"save, {name}", path, warm_up, memory_budget=budget)
                 self._load(side, f"cold load, {name}", path, warm_up, memory_budget=budget)
+
+    def _what_digests_cost(self, path: Path, count: int, warm_up: bool) -> None:
+        """Pairs of loads, of which another is the first in each round: whoever reads first finds
+        fewer of the target's pages at hand."""
+        for kind in ("cold load", "warm load"):
+            for how in in_turn(("verify=True", "verify=False"), count):
+                verify = how == "verify=True"
+                self._load(OURS, f"{kind}, {how}", path, warm_up, verify=verify)
 
     def _do(self, side: str, operation: str, path: Path, warm_up: bool, **options: Any) -> Measure:
         what: Literal["save", "load"] = "save" if "save" in operation else "load"

@@ -114,7 +114,8 @@ def test_io_as_a_command(disk, capsys):
     options = ["--size", "0.001", "--layers", "1", "--sides", "shardkeep", "--no-budgets"]
     numbers = run(throughput.main, disk, capsys, *options)
     assert not numbers["failed"]
-    assert "cold load, verify=False" in numbers["sides"]["shardkeep"]
+    for how in ("verify=True", "verify=False"):
+        assert f"cold load, {how}" in numbers["sides"]["shardkeep"]
     assert numbers["raw_bytes_per_s"]["write"]
 
 
