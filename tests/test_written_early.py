@@ -18,8 +18,9 @@ import shardkeep
 from shardkeep import NativeWriter, ShardedArray, StorageError, ThreadRanks
 from shardkeep.coordination import SingleProcess
 from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.engine.contents import digest_memory
 from shardkeep.engine.digests import DigestLayout, algorithm
-from shardkeep.formats.native import early
+from shardkeep.formats.native import early, keeping
 from shardkeep.formats.native.files import FileWriter
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.planner import SavePlanner
@@ -69,6 +70,31 @@ def test_what_changed_throughout_and_what_changed_a_little(tmp_path):
     # And is a base like any other.
     done = shardkeep.save(state, tmp_path / "4", base=tmp_path / "3")
     assert done.stats["kept_bytes"] == done.nbytes
+
+
+def test_small_tensors_that_changed_are_written_early_too(tmp_path, monkeypatch):
+    """They are compared first, and once: nothing but values is left to be written after."""
+    asked = []
+    monkeypatch.setattr(early, "ENOUGH", MIB)
+    rng = np.random.default_rng(0)
+    state = {f"s{n}": rng.integers(0, 255, 64 << 10, np.uint8) for n in range(40)}
+    state |= {"large": rng.integers(0, 255, 8 * MIB, np.uint8), "step": 0}
+    shardkeep.save(state, tmp_path / "0")
+    for number in range(20):
+        state[f"s{number}"] += 1
+    state["step"] = 1
+
+    def compare(chunks, *rest, **options):
+        asked.extend(chunks.tolist())
+        return digest_memory(chunks, *rest, **options)
+
+    monkeypatch.setattr(keeping, "digest_memory", compare)
+    done = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert sorted(asked) == sorted(a.ctypes.data for a in state.values() if a is not state["step"])
+    sizes = {row.name.split("-", 1)[1]: row.size for row in record_of(tmp_path / "1").files}
+    assert sizes["r00000-0.safetensors"] > 20 * (64 << 10) > sizes["r00000-1.safetensors"]
+    assert done.stats["kept_bytes"] == 20 * (64 << 10) + 8 * MIB
+    assert_holds(tmp_path / "1", state)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +250,8 @@ def test_a_file_that_is_begun_late_goes_too_if_comparing_fails(tmp_path, eager):
     state = large_state()
     shardkeep.save(state, tmp_path / "0")
     state["w1"] += 1
-    begun, failed, written = threading.Event(), threading.Event(), []
+    begun, failed = threading.Event(), threading.Event()
+    written, told = [], []
 
     class Late(LocalStore):
         def create(self, name):
@@ -236,7 +263,8 @@ def test_a_file_that_is_begun_late_goes_too_if_comparing_fails(tmp_path, eager):
             return super().create(name)
 
     def fail(nbytes):
-        if not failed.is_set():
+        told.append(nbytes)
+        if len(told) > 1 and not failed.is_set():  # what is small is compared before
             assert begun.wait(60)
             failed.set()
             raise RuntimeError("no more")

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks that are known to have changed, written while others are still being compared.
 
-One block of a large chunk may tell: the earlier checkpoint has digests of all blocks of its files.
-If the digest of the same bytes in memory is another one, the chunk has changed; if it is the same,
-nothing is known. To compare takes a processor, to write takes a disk.
+Small chunks are compared first. One block of a large one may tell: the earlier checkpoint has
+digests of all blocks of its files. If the digest of the same bytes in memory is another one, the
+chunk has changed; if it is the same, nothing is known. To compare takes a processor, to write takes
+a disk.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import ne
 
 import msgspec
 import numpy as np
@@ -25,14 +27,25 @@ from shardkeep.memory import Addresses
 from shardkeep.planner import WriteItems
 from shardkeep.tables import ChunkTable, ValueTable
 
-__all__ = ["Early", "EarlyFiles", "lay_out", "surely_changed"]
+__all__ = ["Early", "EarlyFiles", "are_small", "lay_out", "surely_changed", "worth_writing"]
 
 LARGE = 1 << 20
 """Bytes of a chunk that one look is worth."""
 ENOUGH = 16 << 20
-"""Bytes of such chunks that are worth files of their own."""
+"""Bytes of changed chunks that are worth files of their own."""
 
 Mask = npt.NDArray[np.bool_]
+
+
+def are_small(nbytes: Ints) -> Mask:
+    """Which of chunks of so many bytes are compared before anything is written."""
+    small: Mask = nbytes < LARGE
+    return small
+
+
+def worth_writing(nbytes: Ints) -> bool:
+    """Whether chunks of so many bytes are worth files of their own."""
+    return bool(nbytes.sum() >= ENOUGH)
 
 
 def surely_changed(
@@ -43,19 +56,21 @@ def surely_changed(
     address: Addresses,
     algorithm: Algorithm,
 ) -> Mask:
-    """Of chunks in memory that the base has at some place: those with a block that differs; none,
-    where they are not worth it."""
+    """Of chunks in memory that the base has at some place: large ones with a block that differs."""
     block = base.record.block
     first = -(-start // block)
     count = (start + nbytes) // block - first
     number = first + count // 2
     out = np.zeros(len(file), np.bool_)
-    for row in np.flatnonzero((nbytes >= LARGE) & (count > 0) & (address != 0)).tolist():
-        at = int(number[row])
-        here = int(address[row]) + at * block - int(start[row])
-        with base.data_file(int(file[row])) as opened:
-            out[row] = opened.block_digest(at) != algorithm.digest(view_memory(here, block))
-    return out if nbytes[out].sum() >= ENOUGH else np.zeros_like(out)
+    asked = np.flatnonzero(~are_small(nbytes) & (count > 0) & (address != 0))
+    here = address + (number * block - start).astype(np.uint64)
+    for one in np.unique(file[asked]).tolist():
+        rows = asked[file[asked] == one]
+        with base.data_file(one) as opened:
+            kept = list(map(opened.block_digest, number[rows].tolist()))
+        views = [view_memory(at, block) for at in here[rows].tolist()]
+        out[rows] = list(map(ne, map(algorithm.digest, views), kept))
+    return out
 
 
 class EarlyFiles(msgspec.Struct, frozen=True):
@@ -113,5 +128,5 @@ def lay_out(items: WriteItems, rows: Ints, rank: int, digest_size: int, limits: 
     return Early(rows, mine, rows[disk_order], places)
 
 
-WriteEarly = Callable[[Ints], None]
-"""Begins to write some of a rank's chunks."""
+WriteEarly = Callable[[Ints, Addresses], None]
+"""Begins to write some of a rank's chunks, which lie at these addresses."""

@@ -203,11 +203,20 @@ class RankChunks:
     """The chunks of a rank, as columns in the order they lie on disk, and their elements."""
 
     def __init__(
-        self, items: WriteItems, disk_order: Ints, start: Ints, planner: SavePlanner
+        self,
+        items: WriteItems,
+        disk_order: Ints,
+        start: Ints,
+        planner: SavePlanner,
+        address: Addresses | None = None,
     ) -> None:
-        """`disk_order` are rows of the items; `start` says where each row lies in its file."""
+        """`disk_order` are rows of the items; `start` says where each row lies in its file.
+
+        `address` says where each row lies in memory, where the planner was just asked that.
+        """
         self._items = items
         self._planner = planner
+        self._address = address
         self.rows = disk_order
         """Of the items."""
         self.tensor = items.chunks.tensor[disk_order]
@@ -231,6 +240,9 @@ class RankChunks:
         if image is not None:
             return replace(chunks, image=image)
         mine = self.rows[rows]
+        if self._address is not None:
+            known = self._address[mine]
+            return replace(chunks, addresses=lambda first, last: known[first:last])
 
         def find(first: int, last: int) -> Addresses:
             self._planner.check_sources(self._items, mine[first:last])

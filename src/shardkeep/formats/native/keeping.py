@@ -26,7 +26,13 @@ from shardkeep.engine.filling import Chunks
 from shardkeep.errors import CheckpointError
 from shardkeep.formats.native.commit import read_record, unlink_all
 from shardkeep.formats.native.earlier import Earlier
-from shardkeep.formats.native.early import EarlyFiles, WriteEarly, surely_changed
+from shardkeep.formats.native.early import (
+    EarlyFiles,
+    WriteEarly,
+    are_small,
+    surely_changed,
+    worth_writing,
+)
 from shardkeep.formats.native.layout import (
     FilePlan,
     Layout,
@@ -123,15 +129,23 @@ def compare(
         nbytes = items.chunks.nbytes(items.tensors)[found.row]
         address = address[found.row]
         changed = np.zeros(len(found.row), np.bool_)
+        known = np.zeros(len(found.row), np.bool_)
         if write_early is not None:
+            small = np.flatnonzero(are_small(nbytes) & (address != 0))
+            digests = digest_memory(
+                address[small], nbytes[small], algorithm=algorithm, threads=threads, worked=worked
+            )
+            changed[small] = (digests != wanted[small]).any(axis=1)
             places = (found.file, found.start, nbytes, address)
-            changed = surely_changed(base, *places, algorithm)
+            changed |= surely_changed(base, *places, algorithm)
+            known[small] = True
+            known |= changed
     except CheckpointError as error:
         log.warning("all is written, as the base cannot be compared with: %s", error)
         return NOTHING
-    if write_early is not None and changed.any():
-        write_early(found.row[changed])
-    left = np.flatnonzero(~changed)
+    if write_early is not None and worth_writing(nbytes[changed]):
+        write_early(found.row[changed], address[changed])
+    left = np.flatnonzero(~known)
     digests = _contents(
         items,
         planner,
@@ -142,8 +156,8 @@ def compare(
         threads=threads,
         worked=worked,
     )
-    same = left[(digests == wanted[left]).all(axis=1)]
-    return Same(found.row[same], found.file[same], found.start[same], save_id)
+    changed[left] = (digests != wanted[left]).any(axis=1)
+    return Same(found.row[~changed], found.file[~changed], found.start[~changed], save_id)
 
 
 def _contents(

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -62,6 +63,7 @@ from shardkeep.formats.native.record import (
     decode_record,
     encode_record,
 )
+from shardkeep.memory import Addresses
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
 from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.storage import CheckpointId, StorageWriter, WriteResult, unchanged
@@ -261,7 +263,7 @@ class NativeWriter(StorageWriter):
                 pool=pool,
                 threads=threads,
                 worked=self.worked or self._tell_of_no_bytes,
-                write_early=None if alone else lambda rows: self._write_early(items, rows, planner),
+                write_early=None if alone else partial(self._write_early, items, planner),
             )
             self._writing.wait()
         finally:
@@ -272,11 +274,15 @@ class NativeWriter(StorageWriter):
         if self.progress is not None:
             self.progress(0)
 
-    def _write_early(self, items: WriteItems, rows: Ints, planner: SavePlanner) -> None:
+    def _write_early(
+        self, items: WriteItems, planner: SavePlanner, rows: Ints, address: Addresses
+    ) -> None:
         """Begin to write what has changed for sure, while the rest is compared."""
         rank = self._place.rank
         early = self._early = lay_out(items, rows, rank, self._algorithm.size, self.limits)
-        job = self._job(items, early.files, early.disk_order, early.start, planner)[0]
+        known = np.zeros(len(items.chunks), np.uint64)
+        known[rows] = address
+        job = self._job(items, early.files, early.disk_order, early.start, planner, known)[0]
 
         def write() -> None:
             # Half of all there is: the other half compares.
@@ -366,9 +372,10 @@ class NativeWriter(StorageWriter):
         disk_order: Ints,
         start: Ints,
         planner: SavePlanner,
+        address: Addresses | None = None,
     ) -> tuple[DataFiles, RankChunks]:
-        """Files of this rank, and the chunks that go into them."""
-        chunks = RankChunks(items, disk_order, start, planner)
+        """Files of this rank, and the chunks that go into them; where these lie, if it is known."""
+        chunks = RankChunks(items, disk_order, start, planner, address)
 
         def front(file: FilePlan) -> tuple[bytes, bytes]:
             values = file_values(file, items, planner)
