@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep import NativeWriter, ShardedArray, StorageError, ThreadRanks
+from shardkeep import CheckpointError, NativeWriter, ShardedArray, StorageError, ThreadRanks
 from shardkeep.coordination import SingleProcess
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.contents import digest_memory
 from shardkeep.engine.digests import DigestLayout, algorithm
-from shardkeep.formats.native import early, keeping
+from shardkeep.formats.native import early, same
 from shardkeep.formats.native.files import FileWriter
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.planner import SavePlanner
@@ -88,7 +88,7 @@ def test_small_tensors_that_changed_are_written_early_too(tmp_path, monkeypatch)
         asked.extend(chunks.tolist())
         return digest_memory(chunks, *rest, **options)
 
-    monkeypatch.setattr(keeping, "digest_memory", compare)
+    monkeypatch.setattr(same, "digest_memory", compare)
     done = shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
     assert sorted(asked) == sorted(a.ctypes.data for a in state.values() if a is not state["step"])
     sizes = {row.name.split("-", 1)[1]: row.size for row in record_of(tmp_path / "1").files}
@@ -276,6 +276,21 @@ def test_a_file_that_is_begun_late_goes_too_if_comparing_fails(tmp_path, eager):
         if thread.name == "shardkeep-behind":
             thread.join(60)
     assert written
+    assert os.listdir(tmp_path / "1" / "data") == []
+
+
+def test_a_save_that_is_to_stop_while_it_compares_stops(tmp_path):
+    """What stops it says nothing of the base."""
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+
+    def stop(nbytes):
+        raise CheckpointError("another rank failed")
+
+    writer = NativeWriter(progress=stop)
+    with pytest.raises(CheckpointError, match="another rank failed") as caught:
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", storage_writer=writer)
+    assert any(entry.name == "compare" for entry in caught.traceback)
     assert os.listdir(tmp_path / "1" / "data") == []
 
 

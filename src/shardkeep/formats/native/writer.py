@@ -41,7 +41,7 @@ from shardkeep.formats.native.early import Early, lay_out
 from shardkeep.formats.native.files import FileWriter, RankChunks, data_header, index_payload
 from shardkeep.formats.native.index import index_entries
 from shardkeep.formats.native.jobs import DataFiles, Journal, Written, file_values
-from shardkeep.formats.native.keeping import Keeping, compare, join, without_kept
+from shardkeep.formats.native.keeping import Keeping, join, without_kept
 from shardkeep.formats.native.layout import (
     FilePlan,
     Layout,
@@ -63,6 +63,7 @@ from shardkeep.formats.native.record import (
     decode_record,
     encode_record,
 )
+from shardkeep.formats.native.same import compare
 from shardkeep.memory import Addresses
 from shardkeep.metadata import Metadata, MetadataIndex, StorageMeta
 from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
