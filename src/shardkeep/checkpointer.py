@@ -18,7 +18,7 @@ from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
 from shardkeep.default_planner import CheckReplicas, DefaultSavePlanner
 from shardkeep.dtypes import Cast
-from shardkeep.engine.budget import checked_budget
+from shardkeep.engine.budget import Spares, checked_budget
 from shardkeep.engine.process import can_start
 from shardkeep.errors import CorruptionError, PlanError, StorageError, UnsupportedValueError
 from shardkeep.foreign.reader import ForeignReader
@@ -303,6 +303,7 @@ class Checkpointer(Closing):
                     overwrite=overwrite,
                     base=place,
                     user_metadata=beside,
+                    spares=coordinator.memory.setdefault("buffers", Spares()),
                 ),
             ):
                 saving = Saving(
@@ -404,6 +405,7 @@ class Checkpointer(Closing):
             options["verify"] = options["verify"] and reader.verify
             options["expect_digest"] = options["expect_digest"] or reader.expect_digest
         pinned = {k: options[k] for k in ("verify", "expect_digest") if hasattr(reader, k)}
+        self._coordinator.memory.pop("buffers", None)  # a load has its own
         with (
             tracked(progress, "loading") as counter,
             self._lent(self._coordinator, reader, counter, budget, **pinned),

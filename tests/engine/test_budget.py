@@ -142,3 +142,20 @@ def test_spare_buffers_are_used_again():
     assert again is taken
     other = BufferPool(8 << 20, 1, 4096, 2 << 20, spares=spares).take()
     assert len(other) == 2 << 20
+    assert BufferPool(8 << 20, 1, 4096, 1 << 20, spares=spares).take() is not taken
+
+
+def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):
+    state = {"a": np.zeros(4 << 20, np.uint8)}
+    with shardkeep.Checkpointer() as keeper:
+        kept = []
+        for step in range(3):
+            state["a"][:] = step
+            keeper.save(state, tmp_path / str(step))
+            kept.append({id(one) for one in keeper.coordinator.memory["buffers"]._free})
+        assert kept[0] == kept[1] == kept[2] != set()
+        keeper.load(state, tmp_path / "1")
+        assert (state["a"] == 1).all()
+        assert "buffers" not in keeper.coordinator.memory, "a load has buffers of its own"
+        for step in range(3):
+            assert shardkeep.verify(tmp_path / str(step)).ok

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import numpy as np
@@ -123,3 +124,18 @@ def test_memory_is_digested_in_parts_of_any_size(monkeypatch):
         chunk = whole[low : low + length].tobytes()
         assert row.tobytes() == expected_content(chunk, 64)
         low += length
+
+
+def test_no_garbage_is_left_of_looking_at_memory():
+    """The collector would look at all that the program has, in the middle of a save."""
+    count = 2000
+    whole = np.zeros(count * (count + 1) // 2, np.uint8)
+    nbytes = np.arange(1, count + 1)
+    address = whole.ctypes.data + (np.cumsum(nbytes) - nbytes).astype(np.uint64)
+    gc.collect()
+    gc.disable()
+    try:
+        digest_memory(address, nbytes, algorithm=algorithm("xxh3-128"), threads=2)
+        assert gc.collect() < count // 10
+    finally:
+        gc.enable()

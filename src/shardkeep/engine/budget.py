@@ -106,25 +106,27 @@ def checked_budget(memory_budget: int | None, ranks_on_host: int = 1) -> int:
 
 
 class Spares:
-    """Buffers that outlive their pool, for the next one: fresh memory is cleared page by page."""
+    """Buffers of one size that outlive their pool, for the next one: fresh memory is cleared page
+    by page, and in a virtual machine may first have to be asked of the host.
+
+    A list does each of this at once, so that there is no lock for a fork to leave taken.
+    """
 
     def __init__(self) -> None:
         self._free: list[Bytes] = []
-        self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> Bytes:
         """A buffer of this size, from before if there is one."""
-        with self._lock:
-            for at, buffer in enumerate(self._free):
-                if len(buffer) == nbytes:
-                    return self._free.pop(at)
-            self._free.clear()  # of another size: nobody will want them
-        return page_aligned(nbytes)
+        try:
+            while len(buffer := self._free.pop()) != nbytes:
+                """Nobody will want it."""
+        except IndexError:
+            return page_aligned(nbytes)
+        return buffer
 
     def keep(self, buffer: Bytes) -> None:
         """Take a buffer that nobody uses any more."""
-        with self._lock:
-            self._free.append(buffer)
+        self._free.append(buffer)
 
 
 class BufferPool:

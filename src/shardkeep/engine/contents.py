@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,6 +22,9 @@ TOGETHER = 256
 """Chunks in memory that one thread takes at a time, at most."""
 PART = 16 << 20
 """Bytes in memory that one thread takes at a time, about."""
+
+# A type for each length would be garbage in a cycle, each of which the collector has to find.
+_ALL_MEMORY = memoryview((ctypes.c_char * sys.maxsize).from_address(0)).cast("B").toreadonly()
 
 
 def digest_memory(
@@ -65,7 +69,7 @@ def _tasks(nbytes: Ints) -> Iterator[tuple[int, int, int, int]]:
 
 def view_memory(address: int, nbytes: int) -> memoryview:
     """Host memory by its address, which the caller holds."""
-    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    return _ALL_MEMORY[address : address + nbytes]
 
 
 def digest_sources(

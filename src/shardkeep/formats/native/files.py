@@ -16,7 +16,7 @@ import numpy as np
 
 from shardkeep.arrays import HostSource, Source, Staging
 from shardkeep.columns import Boxes, Ints
-from shardkeep.engine.budget import BufferPool
+from shardkeep.engine.budget import BufferPool, Spares
 from shardkeep.engine.digests import Algorithm, ContentDigests, DigestLayout
 from shardkeep.engine.filling import Chunks
 from shardkeep.engine.parallel import Behind, run_in_order
@@ -65,6 +65,7 @@ class FileWriter:
         cores: int,
         staging: Staging | None = None,
         progress: Callable[[int], None] | None = None,
+        spares: Spares | None = None,
     ) -> None:
         """`algorithm` and `block` are those of all files of the checkpoint.
 
@@ -79,6 +80,7 @@ class FileWriter:
         self._busy = min(MOST_BUSY, cores)
         self._spare = cores - self._busy
         self._staging = staging
+        self._spares = spares
         self._pool: BufferPool | None = None
         self._lock = threading.Lock()
         self._lanes = 1
@@ -178,7 +180,9 @@ class FileWriter:
                 buffered = BUFFERED_UNIT if self._staging is None else STAGED_UNIT
                 unit = DIRECT_UNIT if direct else buffered
                 count = self._lanes * buffers
-                self._pool = BufferPool(self._budget, count, self._block, unit, self._staging)
+                self._pool = BufferPool(
+                    self._budget, count, self._block, unit, self._staging, self._spares
+                )
         return self._pool
 
     def _finish(self, file: WriteFile, durable: Callable[[], None]) -> None:

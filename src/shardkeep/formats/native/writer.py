@@ -20,7 +20,13 @@ import shardkeep
 from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
-from shardkeep.engine.budget import MINIMUM_BUDGET, BufferPool, checked_budget, usable_cores
+from shardkeep.engine.budget import (
+    MINIMUM_BUDGET,
+    BufferPool,
+    Spares,
+    checked_budget,
+    usable_cores,
+)
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.engine.parallel import Behind
 from shardkeep.engine.process import WriterProcess
@@ -134,6 +140,8 @@ class NativeWriter(StorageWriter):
         """How many ranks share this host's cores and memory."""
         self.user_metadata: Mapping[str, Any] = {}
         """Goes into the record, for whoever lists checkpoints."""
+        self.spares: Spares | None = None
+        """Keeps buffers from one save to the next."""
         self.process: WriterProcess | None = None
         """Writes what is staged, in place of this process."""
         self.journal: Journal | None = None
@@ -287,7 +295,9 @@ class NativeWriter(StorageWriter):
 
         def write() -> None:
             # Half of all there is: the other half compares.
-            with self._file_writer(planner.staging, True, self._budget() // 2) as files:
+            with self._file_writer(
+                self.spares, planner.staging, True, self._budget() // 2
+            ) as files:
                 early.written = job.write(files, self._written)
             self._count(files.stats)
 
@@ -352,7 +362,7 @@ class NativeWriter(StorageWriter):
             soon: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if not behind and chunks.nbytes.sum() < SOON_WRITTEN:
                 soon = paused_collector()
-            with soon, self._file_writer(planner.staging, behind) as files:
+            with soon, self._file_writer(self.spares, planner.staging, behind) as files:
                 written = job.write(files, self._written)
             self._count(files.stats)
         done = list(zip(plans, written, strict=True))
@@ -429,7 +439,11 @@ class NativeWriter(StorageWriter):
         return budget if self._indexing is None else budget - INDEX_BUDGET
 
     def _file_writer(
-        self, staging: Staging | None = None, behind: bool = False, budget: int | None = None
+        self,
+        spares: Spares | None,
+        staging: Staging | None = None,
+        behind: bool = False,
+        budget: int | None = None,
     ) -> FileWriter:
         return FileWriter(
             self._store,
@@ -439,6 +453,7 @@ class NativeWriter(StorageWriter):
             cores=self._cores(behind),
             staging=staging,
             progress=self.progress,
+            spares=spares,
         )
 
     def _cores(self, behind: bool) -> int:
@@ -526,7 +541,7 @@ class NativeWriter(StorageWriter):
         parts = index_entries(structure, state.tensors, self._layout.chunks, self._layout.values)
         layout = self._digest_layout(parts.payload)
         name = index_file(self.save_id)
-        with self._file_writer(budget=INDEX_BUDGET) as files:
+        with self._file_writer(None, budget=INDEX_BUDGET) as files:
             payload = index_payload(parts, layout, self._file_metadata())
             root = files.write(name, payload, layout, self._written)
         return FileRow(name, layout.file_size, layout.payload, root)
