@@ -18,6 +18,13 @@ def test_every_task_is_done_once(threads):
     assert sorted(done) == list(range(100))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_one_task_alone_is_done_by_the_caller(count):
+    names = []
+    run_in_order([0] * count, lambda _: names.append(threading.current_thread()), 4)
+    assert names == [threading.current_thread()] * count
+
+
 @pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("bad", [0, 7, 99])
 def test_an_error_on_any_thread_is_raised(threads, bad):

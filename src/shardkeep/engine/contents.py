@@ -47,7 +47,7 @@ def digest_memory(
         digests.add_run(first, [low] * len(parts), parts)
         worked()
 
-    run_in_order(_tasks(nbytes), work, threads)
+    run_in_order(list(_tasks(nbytes)), work, threads)
     return digests.results()
 
 

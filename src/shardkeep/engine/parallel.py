@@ -11,7 +11,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -34,8 +34,11 @@ def run_in_order(
     After an error, and also after an interrupt, `on_stop` is called to end long tasks early.
 
     Threads are daemons: after an error, one that is stuck in the kernel keeps neither the caller
-    nor the exit waiting. Every error counts, whichever thread it happens on.
+    nor the exit waiting. Every error counts, whichever thread it happens on. One task alone is done
+    by the caller: a thread takes longer to start than many a task.
     """
+    if isinstance(tasks, Sized):
+        threads = min(threads, len(tasks))
     if threads <= 1:
         for task in tasks:
             work(task)

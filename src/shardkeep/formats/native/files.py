@@ -84,6 +84,7 @@ class FileWriter:
         self._pool: BufferPool | None = None
         self._lock = threading.Lock()
         self._lanes = 1
+        self._is_followed = False
         self._stopped = False
         self._behind = Behind()
 
@@ -105,6 +106,7 @@ class FileWriter:
     def run(self, count: int, write: Callable[[int], None]) -> None:
         """Call `write(number)` for so many files. A file has a lock, so each gets a thread."""
         self._lanes = max(1, min(count, self._busy))
+        self._is_followed = count > self._lanes
 
         def stop() -> None:
             # Only now, when the first error is known: none of the others can be taken for it.
@@ -152,7 +154,7 @@ class FileWriter:
             except BaseException:
                 _close_quietly(file)
                 raise
-        if self._lanes == 1:
+        if self._lanes == 1 and self._is_followed:
             self._behind.run(partial(self._finish, file, durable))
         else:
             self._finish(file, durable)

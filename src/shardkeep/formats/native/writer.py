@@ -174,6 +174,7 @@ class NativeWriter(StorageWriter):
         self._written: list[str] = []
         self._replaced: list[str] = []
         self._kept = 0
+        self._buffers = 0
         self._place = Place()
 
     @classmethod
@@ -435,8 +436,9 @@ class NativeWriter(StorageWriter):
 
     def _budget(self) -> int:
         """Bytes of buffers; but for those of an index that is written at the same time."""
-        budget = checked_budget(self.memory_budget, self.ranks_on_host)
-        return budget if self._indexing is None else budget - INDEX_BUDGET
+        if not self._buffers:
+            self._buffers = checked_budget(self.memory_budget, self.ranks_on_host)
+        return self._buffers if self._indexing is None else self._buffers - INDEX_BUDGET
 
     def _file_writer(
         self,
