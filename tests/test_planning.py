@@ -26,15 +26,20 @@ from shardkeep import (
     ThreadRanks,
     UnsupportedValueError,
 )
+from shardkeep.adapters import torch_tensors
 from shardkeep.arrays import HostSource
+from shardkeep.collector import is_collector_paused
+from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.formats.native.layout import Limits
 from shardkeep.groups import coordinator_for
 from shardkeep.planner import (
     BytesWriteData,
+    Place,
     SavePlan,
     SavePlanner,
     TensorWriteData,
     WriteItem,
+    WriteItems,
 )
 from shardkeep.values import encode_value
 
@@ -468,6 +473,31 @@ def test_a_shared_array_changed_in_place_on_all_ranks(tmp_path):
     found = shardkeep.open(tmp_path / "1")
     assert same(torch.full((5,), 2.0), found["shared"][...])
     assert same(torch.zeros(3), found["alike"][...])
+
+
+def test_arrays_that_are_known_are_looked_at_without_collections(monkeypatch):
+    """Each would look at all that the program holds, while the caller waits."""
+    state = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    first, again = DefaultSavePlanner(), DefaultSavePlanner()
+    first.set_up_planner(state)
+    items = WriteItems.of(first.create_local_plan().items)
+    first.take_trace(state)
+    assert again.recognise(state, Place(), first.look)
+    assert again.is_trusting
+    seen = {}
+    for name in ("glances", "host_addresses"):
+        ask = getattr(torch_tensors.ADAPTER, name)
+
+        def asked(*columns, name=name, ask=ask):
+            seen[name] = is_collector_paused()
+            return ask(*columns)
+
+        monkeypatch.setattr(torch_tensors.ADAPTER, name, asked)
+    rows = np.arange(len(items.chunks))
+    again.check_sources(items, rows)
+    assert again.addresses(items, rows).all()
+    assert seen == {"glances": True, "host_addresses": True}
+    assert not is_collector_paused()
 
 
 def test_a_plan_that_failed_leaves_nothing_of_it_behind(tmp_path):

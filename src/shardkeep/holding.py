@@ -19,6 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from shardkeep.arrays import YIELDING, ArrayAdapter, ArrayForm, Source, adapters_of, ask_each
+from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.memory import Addresses
@@ -138,6 +139,7 @@ class Holding:
         assert adapter is not None
         return adapter, self.flat.values[leaf]
 
+    @paused_collector()  # it would look at everything the program has, now and then
     def _are_as_seen(self, rows: list[int]) -> bool:
         """Whether arrays recognised by identity have the forms they had."""
         leaves = [self.look.tensor_leaf[row] for row in rows]
@@ -284,6 +286,7 @@ class Holding:
             out.append(source if every else _part(source, held[at], boxes[at]))
         return out
 
+    @paused_collector()
     def addresses(self, numbers: Ints, boxes: Boxes) -> Addresses:
         """Where parts of pieces begin that are all a rank holds of a tensor, and lie row-major in
         host memory, as they are stored; 0 for others. Valid as long as nothing is changed."""

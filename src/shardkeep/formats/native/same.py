@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Column, Ints, narrow, pack, unpack
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.contents import digest_memory, digest_sources
@@ -88,9 +87,8 @@ def compare(
     told whenever some more is compared.
     """
     everything = np.arange(len(items.chunks))
-    with paused_collector():  # it would look at everything the program has, now and then
-        planner.check_sources(items, everything)
-        address = planner.addresses(items, everything)
+    planner.check_sources(items, everything)
+    address = planner.addresses(items, everything)
     try:
         base = earlier.tables()
         if (base.record.digests, base.record.block) != (algorithm.name, block):
