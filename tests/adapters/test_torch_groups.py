@@ -155,3 +155,31 @@ def test_connections_to_a_store_that_died_are_closed_with_the_line():
         while connections & sockets() and time.monotonic() < end:
             time.sleep(0.01)
         assert not connections & sockets()
+
+
+class Clock:
+    """Time that passes while somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.slept = []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append((self.now, seconds))
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(1, 80), (4, 80), (1024, 25), (16384, 3)])
+def test_looks_at_the_store_are_as_frequent_as_the_wait_is_short(monkeypatch, ranks, most):
+    """Every step of every call waits for the slowest rank, and all ranks ask one store."""
+    clock = Clock()
+    monkeypatch.setattr(torch_groups, "time", clock)
+    line = _StoreLine(dist.HashStore(), "session", range(ranks), 60.0)
+    looks = sum(1 for _ in line._until(1.0))
+    assert clock.now == pytest.approx(1.0)
+    assert looks == len(clock.slept) + 1 <= most
+    for waited, pause in clock.slept:
+        assert pause <= max(0.1 * waited, 5e-5 * ranks, 0.001) + 1e-9

@@ -44,6 +44,10 @@ DESTROYED = (
 CONNECT_S = 60.0
 """How long a connection may take, to the store or between ranks: names are looked up on the way."""
 
+LATE = 0.1
+"""How much later than it comes something may be seen, to how long it was waited for: each look is a
+request to one store, which all ranks make."""
+
 LAST_WORD_S = 1.0
 """How long a post to a file may take that was locked for long before."""
 
@@ -171,6 +175,7 @@ class _StoreLine:
         self._session = session
         self._host = ranks.index(0) if 0 in ranks and not self._is_file else None
         self._gone_s = gone_s
+        self._quickest = max(0.001, len(ranks) * 5e-5)
         self._slowest = max(0.05, len(ranks) * 1e-4)
         self._helper = Helper()
         self._poster = Helper(in_order=True) if self._is_file else None
@@ -259,15 +264,14 @@ class _StoreLine:
         return None
 
     def _until(self, timeout_s: float) -> Any:
-        deadline = time.monotonic() + timeout_s
-        pause = 0.001
+        begun = time.monotonic()
         while True:
             yield
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begun
+            if waited >= timeout_s:
                 return
-            time.sleep(min(pause, left))
-            pause = min(1.5 * pause, self._slowest)
+            pause = min(max(self._quickest, LATE * waited), self._slowest)
+            time.sleep(min(pause, timeout_s - waited))
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """One request for what is known to exist, one for each other key."""
