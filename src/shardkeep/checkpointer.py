@@ -405,10 +405,10 @@ class Checkpointer(Closing):
             options["verify"] = options["verify"] and reader.verify
             options["expect_digest"] = options["expect_digest"] or reader.expect_digest
         pinned = {k: options[k] for k in ("verify", "expect_digest") if hasattr(reader, k)}
-        self._coordinator.memory.pop("buffers", None)  # a load has its own
+        kept = self._coordinator.memory.get("buffers")
         with (
             tracked(progress, "loading") as counter,
-            self._lent(self._coordinator, reader, counter, budget, **pinned),
+            self._lent(self._coordinator, reader, counter, budget, kept=kept, **pinned),
         ):
             return run_load(
                 state_dict,

@@ -25,6 +25,7 @@ from shardkeep.engine.budget import (
     io_threads,
 )
 from shardkeep.engine.digests import CONTENT_PIECE
+from shardkeep.formats.native.reader import NativeReader
 
 
 @given(st.integers(MINIMUM_BUDGET, 1 << 34), st.integers(1, 8), st.sampled_from([4096, 1 << 17]))
@@ -145,6 +146,18 @@ def test_spare_buffers_are_used_again():
     assert BufferPool(8 << 20, 1, 4096, 1 << 20, spares=spares).take() is not taken
 
 
+def test_what_is_kept_for_others_is_a_small_part_of_a_budget_or_nothing():
+    spares = Spares()
+    reader = NativeReader(memory_budget=64 << 20)
+    reader.kept = spares
+    assert reader.budget == 64 << 20
+    spares.keep(np.zeros(4 << 20, np.uint8))
+    assert reader.budget == 60 << 20
+    spares.keep(np.zeros(1, np.uint8))
+    assert reader.budget == 64 << 20
+    assert spares.at_most(1 << 30) == 0
+
+
 def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):
     state = {"a": np.zeros(4 << 20, np.uint8)}
     with shardkeep.Checkpointer() as keeper:
@@ -154,8 +167,10 @@ def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):
             keeper.save(state, tmp_path / str(step))
             kept.append({id(one) for one in keeper.coordinator.memory["buffers"]._free})
         assert kept[0] == kept[1] == kept[2] != set()
-        keeper.load(state, tmp_path / "1")
-        assert (state["a"] == 1).all()
-        assert "buffers" not in keeper.coordinator.memory, "a load has buffers of its own"
+        for step, budget, stay in ((1, 1 << 30, True), (0, 64 << 20, False), (2, 8 << 20, False)):
+            keeper.load(state, tmp_path / str(step), memory_budget=budget)
+            assert (state["a"] == step).all()
+            left = {id(one) for one in keeper.coordinator.memory["buffers"]._free}
+            assert left == (kept[0] if stay else set())
         for step in range(3):
             assert shardkeep.verify(tmp_path / str(step)).ok

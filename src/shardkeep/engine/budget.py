@@ -128,6 +128,14 @@ class Spares:
         """Take a buffer that nobody uses any more."""
         self._free.append(buffer)
 
+    def at_most(self, nbytes: int) -> int:
+        """How many bytes are kept; none from here on, if they are more than that."""
+        kept = sum(map(len, self._free))
+        if kept <= nbytes:
+            return kept
+        self._free.clear()
+        return 0
+
 
 class BufferPool:
     """Buffers of one size, aligned to pages, reused until the pool is closed."""

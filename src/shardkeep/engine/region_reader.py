@@ -41,6 +41,10 @@ class Planned:
     """Reads what does not, and looks at what was read."""
 
 
+KEPT = 16
+"""One part of a budget in so many may be kept for others."""
+
+
 class RegionReader(ColumnReader):
     """A reader whose tensors lie in files; a derived one says in which, and where in them."""
 
@@ -55,6 +59,8 @@ class RegionReader(ColumnReader):
         self.progress = progress
         self.spares: Spares | None = None
         """Keeps buffers from one read to the next, for who reads often."""
+        self.kept: Spares | None = None
+        """Of the budget, what others want again afterwards; unless it is more than a small part."""
         self.alone = False
         """Whether each read stays on its caller's thread, for who reads on several."""
         self._counting = threading.Lock()
@@ -136,7 +142,8 @@ class RegionReader(ColumnReader):
     @property
     def budget(self) -> int:
         """Bytes of buffers."""
-        return checked_budget(self.memory_budget, self.ranks_on_host)
+        whole = checked_budget(self.memory_budget, self.ranks_on_host)
+        return whole if self.kept is None else whole - self.kept.at_most(whole // KEPT)
 
     def read_runs(self, runs: ByteRuns, name: Callable[[int], str], out: Bytes) -> None:
         """Fill memory of the caller's with bytes as they lie in files; any thread may.
