@@ -18,13 +18,15 @@ import shardkeep
 from shardkeep import CheckpointError, NativeWriter, ShardedArray, StorageError, ThreadRanks
 from shardkeep.coordination import SingleProcess
 from shardkeep.default_planner import DefaultSavePlanner
+from shardkeep.engine import parallel
 from shardkeep.engine.contents import digest_memory
 from shardkeep.engine.digests import DigestLayout, algorithm
 from shardkeep.formats.native import early, same
 from shardkeep.formats.native.files import FileWriter
+from shardkeep.formats.native.layout import Limits
 from shardkeep.formats.native.reader import NativeReader
 from shardkeep.planner import SavePlanner
-from shardkeep.stores.local import LocalStore
+from shardkeep.stores.local import LocalStore, WriteFile
 from test_incremental import assert_holds, kept_bytes, record_of
 
 BLOCK = 128 << 10
@@ -276,6 +278,48 @@ def test_a_file_that_is_begun_late_goes_too_if_comparing_fails(tmp_path, eager):
         if thread.name == "shardkeep-behind":
             thread.join(60)
     assert written
+    assert os.listdir(tmp_path / "1" / "data") == []
+
+
+def test_what_is_written_early_ends_with_the_save(tmp_path, eager, monkeypatch):
+    """Also where a disk takes longer than anybody waits: no other file is begun then."""
+    state = large_state()
+    shardkeep.save(state, tmp_path / "0")
+    for number in range(6):
+        state[f"w{number}"] += 1
+    begun, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(parallel, "GRACE_S", 0.1)
+    created, told = [], []
+
+    class Slow(LocalStore):
+        def create(self, name):
+            created.append(name)
+            return super().create(name)
+
+    def write(self, data, offset):
+        if "-r00000-0" in self.path.name:
+            begun.set()
+            assert ended.wait(60)
+        return real(self, data, offset)
+
+    def interrupt(nbytes):
+        told.append(nbytes)
+        if len(told) > 1 and not ended.is_set():  # what is small is compared before
+            assert begun.wait(60)
+            raise KeyboardInterrupt
+
+    real = WriteFile.write_at
+    monkeypatch.setattr(WriteFile, "write_at", write)
+    limits = Limits(payload=8 * MIB, least=8 * MIB)
+    writer = NativeWriter(open_store=Slow, limits=limits, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0", storage_writer=writer)
+    before = len(created)
+    ended.set()
+    for thread in threading.enumerate():
+        if thread.name == "shardkeep-behind":
+            thread.join(60)
+    assert len(created) == before
     assert os.listdir(tmp_path / "1" / "data") == []
 
 

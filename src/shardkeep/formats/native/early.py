@@ -107,6 +107,8 @@ class Early:
     """Where each of all the rank's chunks begins, if it is one of them."""
     written: Sequence[Written] = ()
     """The same files, once they are there."""
+    stop: Callable[[], None] = lambda: None
+    """Has whoever writes them end soon."""
 
     def told(self) -> EarlyFiles:
         """For the coordinator."""

@@ -46,7 +46,7 @@ DISK_WRITERS = 3
 
 
 class Abandoned(Exception):
-    """Another file could not be written, so this one need not be."""
+    """Something else went wrong, so this file need not be written."""
 
 
 class FileWriter:
@@ -108,11 +108,12 @@ class FileWriter:
         self._lanes = max(1, min(count, self._busy))
         self._is_followed = count > self._lanes
 
-        def stop() -> None:
-            # Only now, when the first error is known: none of the others can be taken for it.
-            self._stopped = True
+        # Stopped when the first error is known: none of the others can be taken for it.
+        run_in_order(range(count), write, self._lanes, self.stop)
 
-        run_in_order(range(count), write, self._lanes, stop)
+    def stop(self) -> None:
+        """Write no further file, and of those begun no further unit; from any thread."""
+        self._stopped = True
 
     def _check_wanted(self, nbytes: int) -> None:
         if self._stopped:
@@ -133,6 +134,8 @@ class FileWriter:
 
         `durable` is called once it is, which may be after this returns.
         """
+        if self._stopped:
+            raise Abandoned
         with storage_errors(f"writing {self._store.root / name}"):
             file = self._store.create(name)
             written.append(name)

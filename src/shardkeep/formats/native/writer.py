@@ -294,12 +294,13 @@ class NativeWriter(StorageWriter):
         known[rows] = address
         job = self._job(items, early.files, early.disk_order, early.start, planner, known)[0]
 
+        # Half of all there is: the other half compares.
+        files = self._file_writer(self.spares, planner.staging, True, self._budget() // 2)
+        early.stop, names = files.stop, self._written
+
         def write() -> None:
-            # Half of all there is: the other half compares.
-            with self._file_writer(
-                self.spares, planner.staging, True, self._budget() // 2
-            ) as files:
-                early.written = job.write(files, self._written)
+            with files:
+                early.written = job.write(files, names)
             self._count(files.stats)
 
         self._writing.run(write)
@@ -597,6 +598,8 @@ class NativeWriter(StorageWriter):
         """Of what is done behind; the name of its file is known then."""
         earlier, self._earlier = self._earlier, None
         indexing, self._indexing = self._indexing, None
+        if self._early is not None:
+            self._early.stop()  # it reads the caller's memory
         with contextlib.suppress(Exception):
             self._writing.give_up()
             if indexing is not None:
