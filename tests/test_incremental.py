@@ -607,6 +607,24 @@ def test_a_failed_save_leaves_nothing(tmp_path, monkeypatch):
     assert_holds(tmp_path / "0", state)
 
 
+@pytest.mark.parametrize("step", ["identify", "sync_file"])
+def test_an_interrupted_one_leaves_nothing(tmp_path, monkeypatch, step):
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    real = getattr(LocalStore, step)
+
+    def interrupt(self, name):
+        if self.root.name == "1":
+            raise KeyboardInterrupt
+        return real(self, name)
+
+    monkeypatch.setattr(LocalStore, "identify", lambda self, name: (0, 0))
+    monkeypatch.setattr(LocalStore, step, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert os.listdir(tmp_path / "1" / "data") == []
+
+
 KILLED = """
     import os, sys
     import numpy as np

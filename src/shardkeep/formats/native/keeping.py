@@ -86,6 +86,7 @@ class Keeping:
         for number in sorted(numbers, key=lambda number: (not record.files[number].kept, number)):
             row = record.files[number]
             name = kept_file(self.save_id, len(kept))
+            self.written.append(name)  # an interrupt may come as soon as it is there
             try:
                 store.link_from(base, row.name, name)
             except OSError as error:
@@ -99,7 +100,6 @@ class Keeping:
                 log.warning("%s is not kept: %s", base.root / row.name, error)
                 unlink_all(store, [name])
                 continue
-            self.written.append(name)
             kept[number] = replace(row, name=name, kept=True)
         return kept
 
