@@ -158,6 +158,18 @@ def test_what_is_kept_for_others_is_a_small_part_of_a_budget_or_nothing():
     assert spares.at_most(1 << 30) == 0
 
 
+def test_no_more_buffers_are_kept_than_a_smaller_budget_has():
+    spares = Spares()
+    for budget, most in ((64 << 20, 9), (8 << 20, 2), (64 << 20, 9)):
+        pool = BufferPool(budget, 9, 4096, 1 << 20, spares=spares)
+        assert pool.threads == most
+        assert len(spares._free) <= most
+        for buffer in [pool.take() for _ in range(most)]:
+            pool.give(buffer)
+        pool.close()
+        assert [len(buffer) for buffer in spares._free] == [1 << 20] * most
+
+
 def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):
     state = {"a": np.zeros(4 << 20, np.uint8)}
     with shardkeep.Checkpointer() as keeper:

@@ -136,6 +136,10 @@ class Spares:
         self._free.clear()
         return 0
 
+    def trim(self, most: int) -> None:
+        """Let go of all but so many, of which a smaller budget consists."""
+        del self._free[most:]
+
 
 class BufferPool:
     """Buffers of one size, aligned to pages, reused until the pool is closed."""
@@ -163,6 +167,7 @@ class BufferPool:
         self._spares = spares if staging is None else None
         self._allocate = page_aligned if staging is None else staging.allocate
         if self._spares is not None:
+            self._spares.trim(self.threads)
             self._allocate = self._spares.allocate
         self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0
