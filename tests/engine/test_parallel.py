@@ -293,3 +293,30 @@ def test_nobody_behind(few_threads):
     with pytest.raises(OSError, match="disk"):
         behind.wait()
     behind.give_up()
+
+
+def test_an_interrupt_while_a_thread_begins_is_not_taken_for_a_refusal(monkeypatch):
+    """Python may answer it with an error of its lock; the thread runs, and is not done without."""
+    real = threading.Thread.start
+
+    def start(self):
+        real(self)
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    done = []
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        run_in_order(range(1000), done.append, 2)
+    assert done == sorted(set(done))
+    behind = Behind()
+    with pytest.raises(KeyboardInterrupt):
+        behind.run(lambda: done.append("behind"))
+    behind.give_up()
+    assert done.count("behind") == 1
+    with pytest.raises(KeyboardInterrupt), Crew(done.append, done.append, 2, "test") as crew:
+        crew.hand("crew")
+    assert "crew" not in done
+    assert not [one for one in threading.enumerate() if one.name.startswith("shardkeep-test")]

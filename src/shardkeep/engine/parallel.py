@@ -86,7 +86,11 @@ def _start(thread: threading.Thread, started: list[threading.Thread]) -> bool:
     started.append(thread)
     try:
         thread.start()
-    except RuntimeError:
+    except RuntimeError as error:
+        # An interrupt while this waits for a thread to begin may leave a lock of Python's own
+        # released, which is another such error. Whoever has begun is running, or has a number.
+        if thread in threading.enumerate() or thread.ident is not None:
+            raise error.__context__ or error from None
         started.pop()
         return False
     return True
