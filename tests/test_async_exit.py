@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -106,9 +107,24 @@ if child:
     assert shardkeep.verify(tmp_path / "a").ok
 
 
-@pytest.mark.parametrize(("given", "expected"), [("7.5", 7.5), ("", 600.0), ("soon", 600.0)])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("7.5", 7.5),
+        ("", 600.0),
+        ("soon", 600.0),
+        ("nan", 600.0),
+        ("inf", threading.TIMEOUT_MAX),
+        ("1e12", threading.TIMEOUT_MAX),
+    ],
+)
 def test_how_long_the_end_waits(monkeypatch, given, expected):
     from shardkeep.background import exit_timeout_s
 
     monkeypatch.setenv("SHARDKEEP_EXIT_TIMEOUT_S", given)
     assert exit_timeout_s() == expected
+
+
+def test_the_end_may_wait_for_ever(tmp_path):
+    assert run(tmp_path / "a", SHARDKEEP_EXIT_TIMEOUT_S="inf")[:2] == (0, "")
+    assert shardkeep.verify(tmp_path / "a").ok

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import sys
 import threading
@@ -295,8 +296,9 @@ def _complete_all() -> None:
 
 
 def exit_timeout_s() -> float:
-    """`SHARDKEEP_EXIT_TIMEOUT_S` of the environment, or 600."""
+    """`SHARDKEEP_EXIT_TIMEOUT_S` of the environment, or 600; no longer than a thread can wait."""
     try:
-        return float(os.environ.get(EXIT_VARIABLE, EXIT_S))
+        given = float(os.environ.get(EXIT_VARIABLE, EXIT_S))
     except ValueError:
         return EXIT_S
+    return EXIT_S if math.isnan(given) else min(given, threading.TIMEOUT_MAX)
