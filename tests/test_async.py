@@ -382,6 +382,49 @@ def test_a_step_without_a_guard_is_an_error_that_names_what_changed(tmp_path, ke
     keeper.async_save(net.state, tmp_path / "a", snapshot="lazy").result(LONG_S)
 
 
+def be_zero(parameters):
+    import torch
+
+    torch.nn.utils.vector_to_parameters(torch.zeros(sum(p.numel() for p in parameters)), parameters)
+
+
+def be_double(parameters):
+    for parameter in parameters:
+        parameter.data = parameter.data.double()
+
+
+@pytest.mark.parametrize("change", [be_zero, be_double])
+def test_parameters_that_got_other_memory_are_an_error(tmp_path, keeper, staging, net, change):
+    """Torch does not count `parameter.data = ...`, as of its own `vector_to_parameters`."""
+    named = keeper.async_save(dict(net.model.named_parameters()), tmp_path / "a", snapshot="lazy")
+    change(list(net.model.parameters()))
+    staging.set()
+    with pytest.raises(PlanError, match=r"0\.bias.*changed before the snapshot"):
+        named.result(LONG_S)
+
+
+def test_a_state_dict_has_the_memory_that_parameters_had(tmp_path, keeper, staging, net):
+    before = copy.deepcopy(net.state)
+    handle = keeper.async_save(net.state, tmp_path / "a", snapshot="lazy")
+    be_zero(list(net.model.parameters()))
+    staging.set()
+    handle.result(LONG_S)
+    assert holds(tmp_path / "a", before)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_each_optimizer_of_a_parameter_is_watched(tmp_path, keeper, staging, who):
+    torch = pytest.importorskip("torch")
+    weight = torch.nn.Parameter(torch.ones(4))
+    both = [torch.optim.SGD([weight], lr=0.1, fused=True) for _ in range(2)]
+    weight.grad = torch.ones(4)
+    handle = keeper.async_save({"w": weight}, tmp_path / "a", snapshot="lazy")
+    both[who].step()  # at once, which torch does not count
+    staging.set()
+    with pytest.raises(PlanError, match="w changed before the snapshot"):
+        handle.result(LONG_S)
+
+
 def test_a_guard_does_not_stop_a_step_when_the_save_is_no_more(tmp_path, keeper, staging, net):
     handle = keeper.async_save(net.state, tmp_path / "a", snapshot="lazy")
     shardkeep.torch.guard(net.optimizer, handle)

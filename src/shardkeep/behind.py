@@ -172,23 +172,28 @@ class Run:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
-            with self._settled():
-                self._steps.follow()
-                for copying in self._steps.later:
-                    self._copy(copying)
-                self._taken.wait()
-            changed = self._steps.changed()
-            if changed:
-                raise PlanError(
-                    f"{names_text(changed)} changed before the snapshot was complete; with "
-                    'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
-                    "next step, or handle.wait_staged()"
-                )
+            try:
+                with self._settled():
+                    self._steps.follow()
+                    for copying in self._steps.later:
+                        self._copy(copying)
+                    self._taken.wait()
+            finally:
+                self._check_unchanged()  # what else went wrong, went wrong by that
             self._saving.release_state()
             self._complete()
             self._tell_staged()
         except BaseException as error:
             self._fail(error)
+
+    def _check_unchanged(self) -> None:
+        changed = self._steps.changed()
+        if changed:
+            raise PlanError(
+                f"{names_text(changed)} changed before the snapshot was complete; with "
+                'snapshot="lazy", call shardkeep.torch.guard(optimizer, handle) before the '
+                "next step, or handle.wait_staged()"
+            )
 
     def _is_cancelled(self) -> bool:
         """Asked once, when all is written; what comes later comes too late."""

@@ -44,27 +44,31 @@ _nobodys: set[_Span | None] = set()
 
 
 def stepped(values: Sequence[torch.Tensor]) -> tuple[list[bool], Callable[[], list[bool]]]:
-    """For each tensor, whether an optimizer owns its memory; and what says of each whether it was
-    changed in place since, or its optimizer began a step."""
+    """For each tensor, whether optimizers own its memory; and what says of each whether it was
+    changed in place since, got other memory, or one of its optimizers began a step."""
     global _nobodys
     spans = [_span(value) for value in values]
     owners = _owners(spans)
-    if not {span for span, of in zip(spans, owners, strict=True) if of is None} <= _nobodys:
+    if not {span for span, of in zip(spans, owners, strict=True) if not of} <= _nobodys:
         _find()
         owners = _owners(spans)
-        _nobodys = {span for span, of in zip(spans, owners, strict=True) if of is None}
-    versions = _versions(values)
-    begun = [0 if of is None else of.begun for of in owners]
+        _nobodys = {span for span, of in zip(spans, owners, strict=True) if not of}
+    seen = [_marks(*one) for one in zip(values, owners, strict=True)]
 
     def changed() -> list[bool]:
-        now = zip(_versions(values), versions, owners, begun, strict=True)
-        return [a != b or (of is not None and of.begun != steps) for a, b, of, steps in now]
+        now = map(_marks, values, owners)
+        return [
+            marks != before or (bool(of) and _span(value) != span)
+            for marks, before, of, value, span in zip(now, seen, owners, values, spans, strict=True)
+        ]
 
-    return [of is not None for of in owners], changed
+    return [bool(of) for of in owners], changed
 
 
-def _versions(values: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if value.is_inference() else value._version for value in values]
+def _marks(value: torch.Tensor, owners: Sequence[_Steps]) -> tuple[int, int]:
+    """What a change in place counts up, and what a step does."""
+    version = 0 if value.is_inference() else value._version
+    return version, sum(steps.begun for steps in owners)
 
 
 def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
@@ -85,8 +89,8 @@ def _span(value: torch.Tensor) -> _Span | None:
         return None
 
 
-def _owners(spans: Sequence[_Span | None]) -> list[_Steps | None]:
-    """For each, the steps of an optimizer one of whose tensors has all of it.
+def _owners(spans: Sequence[_Span | None]) -> list[list[_Steps]]:
+    """For each, the steps of the optimizers one of whose tensors has all of it.
 
     A storage may hold more than that, such as the statistics beside a parameter.
     """
@@ -96,14 +100,12 @@ def _owners(spans: Sequence[_Span | None]) -> list[_Steps | None]:
             span = _span(getattr(tensor, "_local_tensor", tensor))
             if span is not None:
                 owned.setdefault(span[0], []).append((*span[1:], steps))
-    found: list[_Steps | None] = []
+    found = []
     for span in spans:
         parts = owned.get(span[0], ()) if span is not None else ()
-        of = None
-        for low, high, steps in parts:
-            if span is not None and low <= span[1] and span[2] <= high:
-                of = steps
-        found.append(of)
+        found.append(
+            [steps for low, high, steps in parts if span and low <= span[1] and span[2] <= high]
+        )
     return found
 
 

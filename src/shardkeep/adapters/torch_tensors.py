@@ -204,7 +204,7 @@ class TorchTensors:
     def stepped(
         self, values: Sequence[torch.Tensor]
     ) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
-        """Parameters and optimizer state; changes through `.data` are not counted."""
+        """Parameters and optimizer state; changes in place through `.data` are not counted."""
         return torch_steps.stepped(values)
 
     def is_composite(self, kind: type) -> bool:
