@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -127,4 +128,17 @@ def test_how_long_the_end_waits(monkeypatch, given, expected):
 
 def test_the_end_may_wait_for_ever(tmp_path):
     assert run(tmp_path / "a", SHARDKEEP_EXIT_TIMEOUT_S="inf")[:2] == (0, "")
+    assert shardkeep.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("start", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("sys.exit(3)", 3)])
+def test_a_process_of_multiprocessing_completes_its_save(tmp_path, start, end, code):
+    """One that is forked knows no `atexit`."""
+    work = SLOW.format(path=str(tmp_path / "a"), end=end, how="async_save", pause=0.1)
+    method = multiprocessing.get_context(start)
+    process = method.Process(target=exec, args=(work, {"__name__": "work"}))
+    process.start()
+    process.join(60)
+    assert process.exitcode == code
     assert shardkeep.verify(tmp_path / "a").ok

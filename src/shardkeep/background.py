@@ -91,6 +91,7 @@ class Background:
         when the program ends."""
         self._group_memory.setdefault(OF_GROUP, _Several()).add(self)
         _alive.add(self)
+        _tell_multiprocessing()
         if self._run is not None:
             self._run.join()
 
@@ -293,6 +294,22 @@ def _complete_all() -> None:
             print(f"shardkeep: {text}", file=sys.stderr)
             if log.hasHandlers():
                 log.error(text)
+
+
+def _tell_multiprocessing() -> None:
+    """A process that it forked ends without what `atexit` knows of."""
+    global _told
+    module = sys.modules.get("multiprocessing.process")
+    if module is None or module.parent_process() is None or _told == os.getpid():
+        return
+    from multiprocessing.util import Finalize
+
+    Finalize(None, _complete_all, exitpriority=100)
+    _told = os.getpid()
+
+
+_told = 0
+"""The process in which `multiprocessing` was told of `_complete_all`."""
 
 
 def exit_timeout_s() -> float:
