@@ -231,6 +231,24 @@ def test_a_step_is_its_own_base_after_the_run_went_back(tmp_path):
         assert shardkeep.verify(tmp_path / f"step-{step}").ok
 
 
+@pytest.mark.parametrize("falls", [True, False])
+def test_what_was_found_damaged_is_no_base(tmp_path, falls):
+    with CheckpointManager(tmp_path, full_every=10) as manager:
+        kept = np.random.default_rng(0).random(20_000)
+        for step in (10, 20):
+            manager.save(step, {"kept": kept, "moving": np.full(20_000, step)})
+        damage(tmp_path, 20)  # what only this step has
+        target = {"kept": kept.copy(), "moving": np.zeros(20_000, int)}
+        if falls:
+            assert manager.restore(target).step == 10
+        else:
+            with pytest.raises(CorruptionError):
+                manager.restore(target, fall_back=False)
+            manager.restore(target, 10)
+        manager.save(20, {"kept": kept, "moving": np.full(20_000, 20)})  # bit for bit as before
+    assert shardkeep.verify(tmp_path / "step-20").ok
+
+
 def test_what_only_a_damaged_step_had_is_not_mixed_into_an_older_one(tmp_path):
     shardkeep.save(state(1), tmp_path / "step-1")
     shardkeep.save({**state(2), "late": np.ones(9)}, tmp_path / "step-2")

@@ -453,6 +453,23 @@ def test_damage_is_not_copied_on(places, gate, caplog):
     assert numbers(fast) == [10, 20]  # what is damaged is the user's to look at
 
 
+def test_what_a_copy_found_damaged_is_no_base(places, gate):
+    fast, root = places
+    now = {"frozen": np.random.default_rng(0).random(200_000)}
+    with CheckpointManager(root, fast=FastTier(fast, keep=1), full_every=10) as manager:
+        manager.save(10, now)
+        assert gate.reached.wait(60)
+        damage(fast, 10)
+        gate.open.set()
+        while not manager._upkeep.copier.damaged:
+            time.sleep(0.01)
+        with pytest.raises(CorruptionError, match="differs from its digest"):
+            manager.save(20, now)
+        manager.save(20, now)  # it was said, and training goes on
+        assert manager.wait_copied(20, timeout=60)
+    assert numbers(root) == [20]
+
+
 def test_what_is_damaged_at_the_durable_root_holds_nobodys_place(places):
     fast, root = places
     root.mkdir()

@@ -15,7 +15,7 @@ from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.closing import Closing
 from shardkeep.default_planner import CheckReplicas
-from shardkeep.errors import StorageError
+from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.handles import SaveHandle
@@ -265,7 +265,11 @@ class CheckpointManager(RunFolder, Closing):
             made.append((path, replace, checked_user_metadata(user)))
 
         group = self._keeper.coordinator
-        group.agree("begin a step", look)
+        try:
+            group.agree("begin a step", look)
+        except CheckpointError:
+            self._bases = []  # a copy may have found the last of them damaged
+            raise
         return made[0]
 
     def _look_back(self, step: int | None = None) -> None:
@@ -344,6 +348,7 @@ class CheckpointManager(RunFolder, Closing):
         if self._handle is not None:
             wait([self._handle])  # it reads what would be loaded into, and may become the newest
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
+        bases, self._bases = self._bases, []  # until it is known that none is damaged
         found = restore(
             state,
             step,
@@ -357,6 +362,8 @@ class CheckpointManager(RunFolder, Closing):
         if found is None:
             self._reached = -1
             return None
+        if not found.damaged:
+            self._bases = bases
         with self._moving:
             self._reached = self._kept = found.step
         self._decider.restored(found.step)
