@@ -272,7 +272,12 @@ def test_metrics_that_are_no_numbers_are_left_out():
 # --- names
 
 
-@given(st.sampled_from(["step-{step}", "{step}", "{step:08}", "a{{b}}-{step:03d}.ckpt"]), st.data())
+@given(
+    st.sampled_from(
+        ["step-{step}", "{step}", "{step:08}", "a{{b}}-{step:03d}.ckpt", "{{{step}}}", "{step}}}c"]
+    ),
+    st.data(),
+)
 def test_names_lead_to_their_step_and_no_other_does(template, data):
     names = StepNames(template)
     step = data.draw(st.integers(0, 10**17))
@@ -284,7 +289,10 @@ def test_names_lead_to_their_step_and_no_other_does(template, data):
 
 @pytest.mark.parametrize(
     "template",
-    ["step", "{step}{step}", "{other}", "a/{step}", ".{step}", "{step:x}", "{step!r}/", "{step:,}"],
+    [
+        *("step", "{step}{step}", "{other}", "a/{step}", ".{step}", "{step:x}", "{step!r}/"),
+        *("{step:,}", "{step:g}", "{step:.0f}", "a\0{step}"),
+    ],
 )
 def test_templates_that_make_no_names_are_refused(template):
     with pytest.raises(ValueError, match="step_name"):

@@ -104,6 +104,18 @@ def test_pin(root):
     run(0, "rm", root, 9)
 
 
+def test_a_note_of_any_bytes(root):
+    run(0, "pin", root, 9, "--why", os.fsdecode(b"caf\xe9"))
+    assert r"(caf\udce9)" in listed(root)[9]["pinned"]
+
+
+def test_a_number_that_no_step_has(root):
+    for args in (["rm", root, 10**18], ["pin", root, 10**18], ["pin", root, 10**18, "--remove"]):
+        assert "no step 1000000000000000000" in run(2, *args)
+    name = "a" * 190 + "{step}"
+    assert "longer than" in run(2, "rm", root, 10**17, "--step-name", name)
+
+
 def test_gc_of_a_run(root):
     killed_save(root / "step-100", age_s=7200)
     killed_save(root / "step-200", age_s=7200)

@@ -136,7 +136,7 @@ class Run:
 
     def unpin(self, step: int) -> int:
         """Let go of it; how many pins it had."""
-        return self._pins.drop(self._catalog.names.of(step))
+        return self._pins.drop(self._called(step))
 
     def clean(self, *, stale_s: float, dry_run: bool) -> Cleaned:
         """Remove what killed saves, removals and readers left."""
@@ -144,7 +144,7 @@ class Run:
         return clean(self._catalog, self._pins, listing, stale_s=stale_s, dry_run=dry_run)
 
     def _name(self, step: int, listing: Listing, *, unfinished: bool = False) -> str:
-        name = self._catalog.names.of(step)
+        name = self._called(step)
         there = {found.step for found in listing.steps} | {bad.step for bad in listing.damaged}
         if step in there or (unfinished and name in listing.unfinished):
             return name
@@ -154,6 +154,12 @@ class Run:
                 "killed, and gc removes it in time"
             )
         raise CheckpointNotFoundError(f"no step {step} in {self.root}: no {name}")
+
+    def _called(self, step: int) -> str:
+        try:
+            return self._catalog.names.of(step)
+        except ValueError as error:  # too large, or too long a name
+            raise CheckpointNotFoundError(f"no step {step} in {self.root}: {error}") from error
 
 
 def tiered(fast: Sequence[RunRow], durable: Sequence[RunRow]) -> list[RunRow]:

@@ -11,6 +11,8 @@ __all__ = ["DEFAULT_NAME", "StepNames"]
 DEFAULT_NAME = "step-{step}"
 MAX_NAME = 200
 """Bytes; what is being removed gets a longer name."""
+MOST = 10**18 - 1
+"""The largest number of a step."""
 
 
 class StepNames:
@@ -23,18 +25,18 @@ class StepNames:
 
     def __init__(self, template: str = DEFAULT_NAME) -> None:
         """The template has the field `{step}` once, and makes one name of a directory."""
-        fields = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        parts = list(string.Formatter().parse(template))
+        fields = [name for _, name, _, _ in parts if name is not None]
         if fields != ["step"]:
             raise ValueError(f"step_name is {template!r}; it needs the field {{step}} once")
         self.template = template
-        before, after = (
-            part.replace("{{", "{").replace("}}", "}")
-            for part in re.split(r"(?<!\{)\{step[^{}]*\}", template, maxsplit=1)
-        )
-        self._pattern = re.compile(f"{re.escape(before)}0*([0-9]{{1,18}}){re.escape(after)}")
-        for step in (0, 123_456):
-            name = self.of(step)
-            if "/" in name or "\\" in name or name.startswith(".") or self.step(name) != step:
+        digits = "0*([0-9]{1,18})"
+        texts = [re.escape(text) + (digits if name == "step" else "") for text, name, _, _ in parts]
+        self._pattern = re.compile("".join(texts))
+        self.of(123_456)
+        for step in (0, 123_456, MOST):
+            name = template.format(step=step)
+            if set("/\\\0") & set(name) or name.startswith(".") or self.step(name) != step:
                 raise ValueError(
                     f"step_name is {template!r}, which makes {name!r}; it must make the name of a "
                     "directory, not begin with a dot, and have the step in decimal digits"
@@ -42,8 +44,8 @@ class StepNames:
 
     def of(self, step: int) -> str:
         """The name of a step's directory."""
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**18:
-            raise ValueError(f"step is {step!r}; use an integer from 0 on")
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
+            raise ValueError(f"step is {step!r}; use an integer from 0 to {MOST}")
         name = self.template.format(step=step)
         if len(name.encode()) > MAX_NAME:
             raise ValueError(f"the name of step {step} is longer than {MAX_NAME} bytes")

@@ -152,7 +152,8 @@ class Pins:
         pin = f"{name}.{secrets.token_hex(8)}.{kind}"
         file = self._store.create(f"{FOLDER}/{pin}")
         try:
-            text = _Text(socket.gethostname(), os.getpid(), why[:1000], self._touch_s)
+            note = why[:1000].encode(errors="backslashreplace").decode()  # from a command line
+            text = _Text(socket.gethostname(), os.getpid(), note, self._touch_s)
             file.write_at(memoryview(msgspec.json.encode(text)), 0)
             file.sync()
         except BaseException:
