@@ -731,6 +731,17 @@ def test_what_nobody_copied_is_not_said_to_be(places, threadless):
     assert not root.exists() or numbers(root) == []
 
 
+@pytest.mark.parametrize("step", [None, 1])
+def test_what_is_waited_for_is_copied_again_if_it_went(places, step):
+    fast, root = places
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.save(1, state(1))
+        assert manager.wait_copied(step, timeout=60)
+        damage_record(root, 1)
+        assert manager.wait_copied(step, timeout=60)
+        assert shardkeep.verify(root / "step-1").ok
+
+
 def test_what_is_waited_for_is_copied_once_there_are_threads(places, threadless):
     fast, root = places
     with CheckpointManager(root, fast=fast, no_dist=True) as manager:

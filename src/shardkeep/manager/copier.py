@@ -98,12 +98,6 @@ class Copier:
         failures = dict(self._failures)
         return {key for key, each in failures.items() if isinstance(each.error, CorruptionError)}
 
-    @property
-    def is_late(self) -> bool:
-        """Whether something was asked for, and nobody is there to do it."""
-        with self._changed:
-            return self._thread is None and self._done < self._asked
-
     # --- from outside
 
     def poke(self, *, again: bool = False) -> None:

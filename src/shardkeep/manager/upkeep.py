@@ -274,8 +274,9 @@ class Upkeep:
             if self.copier is not None:
                 # Now, not before: what was found damaged meanwhile is not waited for any more.
                 self.copier.raise_unseen()
-                if self.copier.is_late:
-                    self.copier.poke()  # there was no thread to be had; perhaps there is one now
+                if waiting and self.copier.is_begun:
+                    # Somebody took them from the durable root, or there was no thread to be had.
+                    self.copier.poke()
             if step is None and not waiting:
                 self._miss_nothing()
                 self._sync_durable()
