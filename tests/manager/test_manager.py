@@ -519,6 +519,13 @@ def test_what_did_not_change_is_used_again(tmp_path, behind):
     assert np.array_equal(target["frozen"], frozen)
 
 
+def test_a_base_that_is_still_being_saved_is_waited_for(tmp_path):
+    now = {"frozen": np.random.default_rng(0).random(2_000_000), "step": 1}
+    with CheckpointManager(tmp_path, full_every=9) as manager:
+        manager.async_save(1, now)
+        assert manager.save(2, {**now, "step": 2}).stats["kept_bytes"] > 0
+
+
 def test_a_base_that_failed_is_no_base(tmp_path, monkeypatch):
     now = {"frozen": np.arange(20_000), "step": 1}
     with CheckpointManager(tmp_path, full_every=9) as manager:

@@ -176,7 +176,8 @@ class CheckpointManager(RunFolder, Closing):
         """
         durable = durable and self._tiers.fast is not None
         path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
-        self._add_base(options, durable)
+        if self._add_base(options, durable) and self._handle is not None:
+            wait([self._handle])  # what it saves is the base, once it is committed
         self._hold(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
@@ -296,14 +297,15 @@ class CheckpointManager(RunFolder, Closing):
         self._busy.discard(step)
         self._upkeep.poke()
 
-    def _add_base(self, options: SaveOptions, durable: bool) -> None:
-        """The step before, which all ranks have begun; where it failed, all is written."""
+    def _add_base(self, options: SaveOptions, durable: bool) -> bool:
+        """The step before, which all ranks have begun, if any; where it failed, all is written."""
         if self._full_every is None or "base" in options or durable:
-            return
+            return False
         if len(self._bases) >= self._full_every:
             self._bases.clear()
         if self._bases:
             options["base"] = self._catalog.path(self._bases[-1])
+        return bool(self._bases)
 
     def _note_base(self, step: int, durable: bool) -> None:
         """Files are shared within a tier."""
