@@ -35,6 +35,13 @@ def test_a_copy_is_the_same_and_is_not_read(tmp_path):
     assert report.known_bytes == report.nbytes > 0
 
 
+def test_integers_of_any_size(tmp_path):
+    one = {"same": 10**5000, "other": [10**5000]}
+    two = {"same": 10**5000, "other": [10**5000 + 1]}
+    report = shardkeep.diff(saved(tmp_path / "a", one), saved(tmp_path / "b", two))
+    assert [(found.name, found.a) for found in report.differences] == [("other", "<list>")]
+
+
 def test_every_kind_of_difference(tmp_path):
     state = base()
     state["a"] = state["a"].copy()

@@ -329,5 +329,8 @@ def _decoded(data: bytes) -> object:
 
 
 def _text(value: object) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python converts
+        text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else text[:57] + "..."
