@@ -13,6 +13,7 @@ from runs import damage, damage_record, fill, killed_save
 import shardkeep
 from shardkeep import CheckpointManager
 from shardkeep.cli.commands import cli
+from shardkeep.stores.local import LocalStore
 
 
 def run(code, *args):
@@ -136,6 +137,16 @@ def test_gc_of_a_run(root):
     assert json.loads(run(0, "gc", root, "--older-than", "30", "--json"))["live"] == []
     assert not (root / "step-300").exists()
     assert run(0, "gc", root / "step-100") == f"{root / 'step-100'}: 0 files removed, 0 B\n"
+
+
+def test_gc_says_what_it_could_not_remove(root, monkeypatch):
+    os.rename(root / "step-9", root / ".deleted-0123456789abcdef-step-9")
+
+    def refuse(store, name):
+        raise PermissionError(13, "no", name)
+
+    monkeypatch.setattr(LocalStore, "remove_directory", refuse)
+    assert "error: not cleaned: step-9 could not be removed" in run(2, "gc", root)
 
 
 def test_other_names(tmp_path):

@@ -191,6 +191,8 @@ def gc(path: str, step_name: str, older_than: float, dry_run: bool, json: bool) 
     if is_run(path, step_name):
         cleaned = Run(path, step_name).clean(stale_s=older_than, dry_run=dry_run)
         output_for(json).cleaned(path, cleaned, dry_run=dry_run)
+        if cleaned.problems:
+            raise CommandError(f"not cleaned: {'; '.join(cleaned.problems)}")
         return
     result = run_gc(path, stale_s=older_than, dry_run=dry_run)
     output_for(json).collected(path, result, dry_run=dry_run)

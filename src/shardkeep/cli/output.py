@@ -123,8 +123,6 @@ class ConsoleOutput:
             click.echo(f"{'would remove' if dry_run else 'removed'} {printable(name)}")
         for name in result.live:
             click.echo(f"left alone: {printable(name)} seems to be being saved")
-        for problem in result.problems:
-            click.echo(f"not cleaned: {printable(problem)}")
         verb = "to remove" if dry_run else "removed"
         names, size = count(len(result.removed), "name"), human_size(result.nbytes)
         click.echo(f"{printable(path)}: {names} {verb}, {size}")
