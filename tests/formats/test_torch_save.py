@@ -104,6 +104,16 @@ def test_every_kind_of_tensor_and_value_is_read(tmp_path, zipped):
     assert_same(found.state, state, path)
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "stream"])
+def test_every_protocol_is_known_by_its_content(tmp_path, zipped, protocol):
+    path = tmp_path / "state"
+    state = every_kind()
+    torch.save(state, path, pickle_protocol=protocol, _use_new_zipfile_serialization=zipped)
+    assert torch_save.recognises(path)
+    assert_same(torch_save.find(path).state, state, path)
+
+
 def test_files_load_into_targets_like_checkpoints_of_ours(tmp_path):
     path = tmp_path / "state.pt"
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))

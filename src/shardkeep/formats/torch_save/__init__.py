@@ -12,19 +12,28 @@ if TYPE_CHECKING:
     from shardkeep.foreign.found import Found
     from shardkeep.foreign.layout import OutFile, Outline
 
-__all__ = ["SYSTEM", "find", "lay_out", "recognises"]
+__all__ = ["SYSTEM", "find", "is_stream", "lay_out", "recognises"]
 
 SYSTEM = "torch.save"
 
 ZIP = b"PK\3\4"
 LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first number in an old file, as every protocol from 2 on pickles it, after two bytes."""
+"""The first number in an old file, as every protocol from 2 on pickles it."""
+FRONT = 11
+"""At most so many bytes are before that: protocols from 4 on put it into a frame."""
+
+
+def is_stream(head: bytes) -> bool:
+    """Whether the first bytes of a file are those of an old one."""
+    return head.startswith(b"\x80") and head.startswith(
+        LEGACY, FRONT if head[2:3] == b"\x95" else 2
+    )
 
 
 def recognises(path: Path) -> bool:
     """Whether a file begins like one of torch's."""
-    head = beginning(path, 2 + len(LEGACY))
-    if head[2:] == LEGACY:
+    head = beginning(path, FRONT + len(LEGACY))
+    if is_stream(head):
         return True
     # The first entry of an archive is its pickle, in a folder.
     return head.startswith(ZIP) and _names_a_pickle(path)

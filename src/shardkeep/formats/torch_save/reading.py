@@ -10,7 +10,7 @@ from shardkeep.foreign.found import Found
 from shardkeep.foreign.regular_files import opened
 from shardkeep.foreign.torch_objects import read_object
 from shardkeep.foreign.torch_zip import Archive
-from shardkeep.formats.torch_save import LEGACY, SYSTEM, ZIP
+from shardkeep.formats.torch_save import FRONT, LEGACY, SYSTEM, ZIP, is_stream
 from shardkeep.formats.torch_save.legacy import read_stream
 
 __all__ = ["find_file"]
@@ -19,10 +19,10 @@ __all__ = ["find_file"]
 def find_file(path: Path) -> Found:
     """What the file holds; its tensors are left where they are."""
     with opened(path) as file:
-        head = file.read(0, 2 + len(LEGACY))
+        head = file.read(0, FRONT + len(LEGACY))
         if head.startswith(ZIP):
             state = read_object(Archive(file.read, 0, file.size, str(path)), "")
-        elif head[2:] == LEGACY:
+        elif is_stream(head):
             state = read_stream(file, str(path))
         else:
             raise FormatError(f"{path} begins with {head[:8]!r}, and is no file of torch.save")
