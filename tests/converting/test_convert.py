@@ -92,6 +92,13 @@ def test_a_checkpoint_stays_what_it_is(source, tmp_path):
     assert same(target, state_of())
 
 
+def test_a_name_that_is_empty_stays_what_it_is(tmp_path):
+    state = {"": np.arange(3.0), "m": {"": np.ones(2)}, "step": 1}
+    shardkeep.save(state, tmp_path / "source", no_dist=True)
+    shardkeep.convert(tmp_path / "source", tmp_path / "made")
+    assert same(shardkeep.open(tmp_path / "made").state_dict(), state)
+
+
 def test_names_types_and_shapes_change(source, tmp_path):
     result = shardkeep.convert(
         source,

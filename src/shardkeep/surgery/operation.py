@@ -177,8 +177,8 @@ def _renamed(surgery: Surgery, names: list[str], faults: list[str]) -> dict[str,
     for old, new in out.items():
         taken.setdefault(new, []).append(old)
     for new, olds in taken.items():
-        if not new:
-            faults.append(f"{', '.join(olds)} would have no name")
+        if not new and any(olds):
+            faults.append(f"{', '.join(filter(None, olds))} would have no name")
         elif len(olds) > 1:
             faults.append(f"{' and '.join(olds)} would have one name, {new}")
     return out
