@@ -202,6 +202,12 @@ def test_mistakes_are_all_listed_and_nothing_is_written(source, tmp_path):
         ({"to": "torch-save", "shards": 2}, ValueError, "makes one file"),
         ({"to": "hf", "options": {"x": 1}}, ValueError, "it has single_file, stem, values"),
         ({"options": {"x": 1}}, ValueError, "it has none"),
+        ({"to": "hf", "options": {"single_file": "no"}}, ValueError, "true or false"),
+        ({"to": "hf", "options": {"stem": 5}}, ValueError, "use text"),
+        ({"to": "torch-dcp", "options": {"chunk_bytes": "1MB"}}, ValueError, "whole number"),
+        ({"to": "torch-dcp", "options": {"chunk_bytes": 0}}, ValueError, "whole number"),
+        ({"shards": 0}, ValueError, "at least one"),
+        ({"max_shard_size": -5}, ValueError, "use bytes"),
         ({"memory_budget": 1 << 20}, ValueError, "at least"),
         ({"rules": ["fuse a"]}, ValueError, "is not a rule"),
         ({"select": "model"}, TypeError, "give a list"),
@@ -377,7 +383,7 @@ def lay_out(outline, **options):
     ]
 
 
-TOY = SimpleNamespace(options=frozenset(), size="", lay_out=lay_out)
+TOY = SimpleNamespace(options={}, size="", lay_out=lay_out)
 
 
 def check_toy(path, state):

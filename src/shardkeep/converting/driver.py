@@ -74,7 +74,7 @@ def convert(
     rules: Sequence[Any] = (),
     cast: Any = (),
     shards: int | None = None,
-    max_shard_size: int | None = None,
+    max_shard_size: int | str | None = None,
     options: Mapping[str, Any] | None = None,
     memory_budget: int | None = None,
     overwrite: bool = False,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardkeep.foreign.layout import OutFile, Outline
+from shardkeep.formats.huggingface.shards import parse_size
 
 __all__ = ["TARGETS", "Target", "checked_target", "shard_size"]
 
@@ -19,8 +20,8 @@ class Target:
 
     module: str
     """Where its `lay_out` is."""
-    options: frozenset[str]
-    """What else `lay_out` can be asked for."""
+    options: Mapping[str, type]
+    """What else `lay_out` can be asked for, and what that must be."""
     size: str = ""
     """The option that says how large one file may be; empty where there is only one."""
 
@@ -34,19 +35,19 @@ TARGETS: Mapping[str, Target | None] = {
     "native": None,
     "hf": Target(
         "shardkeep.formats.huggingface",
-        frozenset({"values", "single_file", "stem"}),
+        {"values": str, "single_file": bool, "stem": str},
         "max_shard_size",
     ),
-    "torch-dcp": Target("shardkeep.formats.torch_dcp", frozenset({"chunk_bytes"}), "file_bytes"),
-    "torch-save": Target("shardkeep.formats.torch_save", frozenset()),
-    "hyper-parallel": Target(
-        "shardkeep.formats.hyper_parallel", frozenset({"platform"}), "max_nbytes"
-    ),
+    "torch-dcp": Target("shardkeep.formats.torch_dcp", {"chunk_bytes": int}, "file_bytes"),
+    "torch-save": Target("shardkeep.formats.torch_save", {}),
+    "hyper-parallel": Target("shardkeep.formats.hyper_parallel", {"platform": str}, "max_nbytes"),
     "mindspore": Target(
-        "shardkeep.formats.mindspore", frozenset({"format", "crc", "slice_nbytes"})
+        "shardkeep.formats.mindspore", {"format": str, "crc": bool, "slice_nbytes": int}
     ),
 }
 """By the name that `convert` knows them by; ours has a writer of its own."""
+
+_WANTED = {bool: "true or false", int: "a positive whole number", str: "text"}
 
 
 def checked_target(name: str, options: Mapping[str, Any], sized: bool) -> Target | None:
@@ -56,17 +57,23 @@ def checked_target(name: str, options: Mapping[str, Any], sized: bool) -> Target
     target = TARGETS[name]
     if sized and target is not None and not target.size:
         raise ValueError(f"{name} makes one file; shards and max_shard_size mean nothing to it")
-    known = frozenset() if target is None else target.options
-    for option in options:
+    known: Mapping[str, type] = {} if target is None else target.options
+    for option, value in options.items():
         if option not in known:
             there = f"it has {', '.join(sorted(known))}" if known else "it has none"
             raise ValueError(f"{option!r} is not an option of {name}; {there}")
+        # A text such as "no" would count as true, and one such as "1MB" is no number of bytes.
+        kind = known[option]
+        if type(value) is not kind or (type(value) is int and value < 1):
+            raise ValueError(f"{option} is {value!r}; use {_WANTED[kind]}")
     return target
 
 
-def shard_size(nbytes: int, shards: int | None, max_shard_size: int | None) -> int | None:
+def shard_size(nbytes: int, shards: int | None, max_shard_size: int | str | None) -> int | None:
     """Most bytes of a file, where somebody said how many there shall be, or how large."""
-    sizes = [] if max_shard_size is None else [max_shard_size]
+    sizes = [] if max_shard_size is None else [parse_size(max_shard_size)]
     if shards is not None:
-        sizes.append(-(-nbytes // max(1, shards)) or 1)
+        if shards < 1:
+            raise ValueError(f"shards is {shards}; at least one is needed")
+        sizes.append(-(-nbytes // shards) or 1)
     return min(sizes, default=None)
