@@ -143,10 +143,14 @@ def test_many_files_need_few_descriptors(tmp_path):
     )
     open_now = len(os.listdir("/proc/self/fd"))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 80, hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 16, hard))
+    loaded = np.zeros(200)
     try:
         with shardkeep.open(tmp_path) as ckpt:
             assert np.array_equal(ckpt["x"][...], array)
+        shardkeep.load({"x": loaded}, tmp_path)
+        assert shardkeep.verify(tmp_path).ok
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert np.array_equal(loaded, array)
     assert len(os.listdir("/proc/self/fd")) <= open_now + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import threading
@@ -23,6 +24,7 @@ from shardkeep import (
     ThreadRanks,
     UnsupportedValueError,
 )
+from shardkeep.stores.local import LocalStore
 
 
 def descriptors():
@@ -255,6 +257,25 @@ def test_too_many_open_files_is_said_to_be_that(tmp_path):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "replaced" not in str(caught.value)
     assert "open files" in str(caught.value)
+
+
+@linux
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+def test_what_the_system_is_short_of_is_not_damage(tmp_path, monkeypatch, code):
+    """Said to be damaged, a checkpoint would be passed over, or removed."""
+    shardkeep.save({"x": np.ones(9)}, tmp_path)
+    look = LocalStore.open
+
+    def short(self, name):
+        if "-r00000-" in name:
+            raise OSError(code, os.strerror(code))
+        return look(self, name)
+
+    monkeypatch.setattr(LocalStore, "open", short)
+    with pytest.raises(StorageError) as caught:
+        shardkeep.verify(tmp_path)
+    assert caught.value.errno == code
+    assert caught.value.transient
 
 
 def test_files_go_with_a_checkpoint_that_nobody_holds(tmp_path):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import weakref
@@ -107,9 +108,7 @@ class OpenFiles(Generic[F]):
         with self._lock:
             held = self._held.pop(number, None)
             if held is None:
-                open_file = self._open()
-                assert open_file is not None, "files are used by their holder"
-                held = _Held(open_file(number))
+                held = _Held(self._open_one(number))
             self._held[number] = held
             held.users += 1
         try:
@@ -118,6 +117,18 @@ class OpenFiles(Generic[F]):
             with self._lock:
                 held.users -= 1
                 self._close_idle(0 if self._closing else MAX_OPEN)
+
+    def _open_one(self, number: int) -> F:
+        """Open a file; where there are too many, in place of those that nobody uses."""
+        open_file = self._open()
+        assert open_file is not None, "files are used by their holder"
+        try:
+            return open_file(number)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._held:
+                raise
+            self._close_idle(0)
+            return open_file(number)
 
     def _close_idle(self, keep: int) -> None:
         excess = len(self._held) - keep

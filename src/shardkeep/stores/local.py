@@ -42,7 +42,11 @@ _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTBLK}
 """What a file system answers to direct I/O that it cannot do."""
 _EARLY = 1 << 20
 """Writes from this size on are worth starting before the sync."""
-_TRANSIENT = {errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY}
+_TRANSIENT = {
+    *(errno.ESTALE, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, errno.EBUSY),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+}
+"""Says nothing of what is stored: the same may be done a moment later."""
 
 
 @contextlib.contextmanager

@@ -185,6 +185,7 @@ class _Check:
                         self._check_header(file, number, row)
                 finally:
                     file.close()
+                    self._reader.release()
         except CheckpointError as error:
             _raise_transient(error)
             self._problem(Problem(row.name, str(error), names=self._all_names(number)))
