@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from enum import Enum
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -429,3 +430,25 @@ def test_items_say_where_a_region_lies_in_its_chunk_and_in_the_target(tmp_path):
         *[((2, 0), (4, 0)), ((4, 0), (4, 0))],
         *[((2, 0), (8, 0)), ((8, 0), (8, 0))],
     ]
+
+
+def test_results_and_the_log_tell_what_was_moved(tmp_path, caplog):
+    state = {"a": np.ones((3, 5)), "b": {"c": np.ones(2, np.int8)}}
+    documented = (Path(__file__).parents[1] / "docs/PERFORMANCE.md").read_text()
+    with caplog.at_level("INFO", "shardkeep"):
+        results = [
+            shardkeep.save(state, tmp_path / "base"),
+            shardkeep.save(state, tmp_path / "again", base=tmp_path / "base"),
+            shardkeep.async_save(state, tmp_path / "later").result(),
+            shardkeep.load(state, tmp_path / "base"),
+        ]
+    assert len(caplog.messages) >= len(results)
+    for result in results:
+        assert {"bytes", "bytes_per_s"} <= result.stats.keys()
+        assert all(f"`{key}`" in documented for key in result.stats), result.stats
+    loaded = results[-1]
+    assert loaded.stats["files_read"] == 1
+    assert loaded.stats["bytes"] == loaded.nbytes == 122
+    (told,) = [text for text in caplog.messages if text.startswith(f"loaded {tmp_path / 'base'}")]
+    assert "bytes 122" in told
+    assert "files_read 1" in told

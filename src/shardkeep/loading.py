@@ -23,6 +23,7 @@ from shardkeep.planner import LoadPlan, Place, ReadItems
 from shardkeep.storage import ReadOnce, StorageReader
 from shardkeep.targets import Filling
 from shardkeep.wire import decode_load_plan, encode_load_plan
+from shardkeep.wording import stats_text
 
 __all__ = ["LoadResult", "run_load"]
 
@@ -74,13 +75,15 @@ def run_load(
         with coordinator.call("load"):
             reader.ranks_on_host = _agree_on(options or {}, coordinator)
             try:
-                return _load_once(state, reader, planner, coordinator, planned, read_once)
+                result = _load_once(state, reader, planner, coordinator, planned, read_once)
             except StorageError as error:
                 if not error.transient:
                     raise
                 log.warning("reading again: %s", error)
                 reader.reset()
-                return _load_once(state, reader, planner, coordinator, planned, read_once)
+                result = _load_once(state, reader, planner, coordinator, planned, read_once)
+        log.info("loaded %s: %s", (options or {}).get("checkpoint_id"), stats_text(result.stats))
+        return result
     finally:
         reader.close()
 
@@ -129,6 +132,7 @@ def _load_once(
         )
         planner.release()
     stats = {"open_s": opened - begun, "plan_s": times[0] - opened, "read_s": times[1] - times[0]}
+    stats |= {"bytes": result.nbytes, "bytes_per_s": result.nbytes / (times[1] - begun)}
     return replace(result, stats={**stats, **reader.stats})
 
 

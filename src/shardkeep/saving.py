@@ -21,6 +21,7 @@ from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns
+from shardkeep.wording import stats_text
 
 __all__ = ["SaveCancelled", "SaveResult", "Saving", "run_save"]
 
@@ -45,7 +46,7 @@ class SaveResult:
     nbytes: int
     """Bytes of all tensors in it, replicas and ties counted once."""
     stats: Mapping[str, float]
-    """Seconds of each phase, bytes and files of this rank."""
+    """Seconds of each phase, bytes and files of this rank; see `docs/PERFORMANCE.md`."""
     _read_metadata: Callable[[str], Metadata] = field(repr=False, compare=False, kw_only=True)
 
     @property
@@ -249,12 +250,11 @@ class Saving:
         assert self._planning is not None
         laps = self._clock.laps
         stats = {**laps, **self._planning.stats, **self.writer.stats}
-        stats |= {
-            "bytes": sum(result.size_in_bytes for result in results),
-            "files": len(results),
-        }
+        written, seconds = sum(result.size_in_bytes for result in results), sum(laps.values())
+        stats |= {"bytes": written, "files": len(results), "bytes_per_s": written / seconds}
         log.info(
-            "saved %s: %d bytes in %.2f s", self.checkpoint_id, done.nbytes, sum(laps.values())
+            "saved %s: %d bytes in %.2f s; this rank: %s",
+            *(self.checkpoint_id, done.nbytes, seconds, stats_text(stats)),
         )
         return SaveResult(
             self.checkpoint_id,

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-__all__ = ["SHOWN", "faults_text", "names_text", "ranks_text", "shown"]
+__all__ = ["SHOWN", "faults_text", "names_text", "ranks_text", "shown", "stats_text"]
 
 SHOWN = 8
 """How many names or ranks an error lists."""
@@ -37,6 +37,20 @@ def faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) -
     left = max(count, len(faults)) - SHOWN
     more = f"\n  ... and {left} more" if left > 0 else ""
     return f"{what}:\n  " + "\n  ".join(faults[:SHOWN]) + more + f"\n{advice}"
+
+
+def stats_text(stats: Mapping[str, float]) -> str:
+    """What was counted, for the log.
+
+    >>> stats_text({"files": 2.0, "read_s": 0.1234, "bytes_per_s": 3e9})
+    'files 2, read_s 0.123, bytes_per_s 3000000000'
+    """
+    return ", ".join(
+        f"{key} {value:.3f}"
+        if key.endswith("_s") and not key.endswith("_per_s")
+        else f"{key} {value:.0f}"
+        for key, value in stats.items()
+    )
 
 
 _BRACKETS: dict[type, tuple[str, str]] = {

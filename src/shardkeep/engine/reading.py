@@ -118,6 +118,8 @@ class Reading:
         self.progress = progress
         self.names = names
         self.stats = dict.fromkeys(READ_STATS, 0.0)
+        self.files_read: set[int] = set()
+        """Of which files anything was read here."""
         self.lock = threading.Lock()
 
     def run(self, *, alone: bool = False) -> None:
@@ -181,6 +183,7 @@ class Reading:
         What comes from a disk goes by way of other memory, if there is any, and is copied from it.
         """
         with self.files(int(runs.file[number])) as file:
+            self.files_read.add(int(runs.file[number]))
             low = int(runs.first[number]) * self.block
             data = out[: file.payload - low]
             begun = perf_counter()
@@ -270,6 +273,7 @@ class Reading:
                 unit.run(file, rows)
         finally:
             self._drop(unit)
+        self.files_read.add(int(self.units.runs.file[unit.number]))
         self.count(**unit.stats)
         if self.progress is not None:
             self.progress(unit.high - unit.low)

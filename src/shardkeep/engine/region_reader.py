@@ -68,8 +68,9 @@ class RegionReader(ColumnReader):
 
     def forget(self) -> None:
         """What was begun and counted."""
-        self.stats: dict[str, float] = dict.fromkeys(READ_STATS, 0.0)
+        self.stats: dict[str, float] = {"files_read": 0, **dict.fromkeys(READ_STATS, 0.0)}
         """What was read since the last `reset`, and the seconds that took."""
+        self._files_read: set[int] = set()
         self._begun: Planned | None = None
 
     # --- of a derived reader
@@ -193,5 +194,7 @@ class RegionReader(ColumnReader):
             planned.reading.run(alone=self.alone)
             planned.then()
         with self._counting:
+            self._files_read |= planned.reading.files_read
+            self.stats["files_read"] = len(self._files_read)
             for key, value in planned.reading.stats.items():
                 self.stats[key] += value
