@@ -183,6 +183,30 @@ def test_progress_counts_up_to_the_total(tmp_path):
     shardkeep.verify(tmp_path, progress=True)
 
 
+@pytest.mark.parametrize("read_once", [True, False])
+def test_progress_of_a_load_counts_what_is_read(tmp_path, read_once):
+    """Of columns, every rank reads all rows; of what is tied in the checkpoint, each byte once."""
+    whole = np.arange(1 << 20, dtype=np.float64).reshape(1 << 10, 1 << 10)
+    shardkeep.save({"a": whole, "b": whole}, tmp_path)
+    seen: list[list[tuple[int, int]]] = [[], []]
+
+    def load(c):
+        columns = slice(c.rank * 512, c.rank * 512 + 512)
+        state = {
+            name: ShardedArray.from_local(np.zeros((1 << 10, 512)), (0, columns.start), whole.shape)
+            for name in "ab"
+        }
+        progress = lambda done, total: seen[c.rank].append((done, total))  # noqa: E731
+        shardkeep.load(state, tmp_path, process_group=c, progress=progress, read_once=read_once)
+
+    ThreadRanks(2).run(load)
+    for calls in seen:
+        assert calls[-1][0] == calls[-1][1]
+        assert {total for _, total in calls} == {calls[-1][1]}
+        assert whole.nbytes <= calls[-1][1] < whole.nbytes + (1 << 20)
+        assert calls[0][0] < calls[-1][1] or len(calls) == 1
+
+
 def test_arguments_are_checked(tmp_path):
     with pytest.raises(ValueError, match="checkpoint_id"):
         shardkeep.save({})

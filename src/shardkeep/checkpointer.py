@@ -408,7 +408,15 @@ class Checkpointer(Closing):
         kept = self._coordinator.memory.get("buffers")
         with (
             tracked(progress, "loading") as counter,
-            self._lent(self._coordinator, reader, counter, budget, kept=kept, **pinned),
+            self._lent(
+                self._coordinator,
+                reader,
+                counter,
+                budget,
+                kept=kept,
+                planned=counter.expect,
+                **pinned,
+            ),
         ):
             return run_load(
                 state_dict,

@@ -34,6 +34,13 @@ class Counter:
             self._done += nbytes
             self._show(self._done, max(self.total, self._done))
 
+    def finish(self) -> None:
+        """All is done: what was expected was an upper bound."""
+        with self._lock:
+            if self._done < self.total:
+                self._done = self.total
+                self._show(self._done, self.total)
+
 
 @contextlib.contextmanager
 def tracked(progress: Progress, title: str) -> Iterator[Counter]:
@@ -42,9 +49,13 @@ def tracked(progress: Progress, title: str) -> Iterator[Counter]:
         yield Counter(lambda done, total: None)
     elif progress is True:
         with _bar(title) as show:
-            yield Counter(show)
+            counter = Counter(show)
+            yield counter
+            counter.finish()
     else:
-        yield Counter(progress)
+        counter = Counter(progress)
+        yield counter
+        counter.finish()
 
 
 @contextlib.contextmanager

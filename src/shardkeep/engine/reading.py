@@ -122,6 +122,11 @@ class Reading:
         """Of which files anything was read here."""
         self.lock = threading.Lock()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of whole blocks that are left, of which the last of a file may be short."""
+        return int(self.runs.blocks.sum()) * self.block
+
     def run(self, *, alone: bool = False) -> None:
         """Read everything that is left; `alone` on the caller's thread, one of several that read.
 

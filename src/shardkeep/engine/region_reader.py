@@ -39,6 +39,8 @@ class Planned:
     """Where it goes."""
     then: Callable[[], None] = lambda: None
     """Reads what does not, and looks at what was read."""
+    apart: int = 0
+    """Bytes of what does not."""
 
 
 KEPT = 16
@@ -57,6 +59,8 @@ class RegionReader(ColumnReader):
         """Nothing is read yet."""
         self.memory_budget = memory_budget
         self.progress = progress
+        self.planned: Callable[[int], None] = lambda nbytes: None
+        """Told how many bytes that will be, once a load knows what it reads."""
         self.spares: Spares | None = None
         """Keeps buffers from one read to the next, for who reads often."""
         self.kept: Spares | None = None
@@ -116,9 +120,11 @@ class RegionReader(ColumnReader):
 
     def _plan(self, plan: LoadPlan, planner: LoadPlanner) -> Planned:
         items = ReadItems.of(plan)
-        return self.plan_tensors(
+        planned = self.plan_tensors(
             items, planner.sinks(items), planner.places(items), planner.staging
         )
+        self.planned(planned.reading.nbytes + planned.apart)
+        return planned
 
     # --- reading
 

@@ -222,7 +222,8 @@ class ForeignReader(RegionReader):
             read_pieces(pieces, min(PIECE, self.budget // (4 * threads)), threads, self.progress)
             self.check_files(self._files_of(items))
 
-        return Planned(reading, sinks, then)
+        wanted = Boxes(regions.stored.start, regions.dest, regions.size).volumes()
+        return Planned(reading, sinks, then, int((wanted * regions.itemsize)[odd].sum()))
 
     def check_files(self, numbers: list[int]) -> None:
         """By what the system says of them."""
