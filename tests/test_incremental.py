@@ -512,6 +512,25 @@ def test_a_base_that_is_replaced_meanwhile(tmp_path, monkeypatch, gone):
     assert_holds(tmp_path / "1", state)
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_base_file_of_another_size_is_not_kept(tmp_path, monkeypatch, more, caplog):
+    """The commit would look for its size for a minute, and blame the file system."""
+    state = some_state()
+    shardkeep.save(state, tmp_path / "0")
+    (row,) = record_of(tmp_path / "0").files
+    real = shardkeep.NativeWriter.share_data
+
+    def share_late(self, told, metadata):
+        os.truncate(tmp_path / "0" / row.name, row.size + more)
+        return real(self, told, metadata)
+
+    monkeypatch.setattr(shardkeep.NativeWriter, "share_data", share_late)
+    shardkeep.save(state, tmp_path / "1", base=tmp_path / "0")
+    assert kept_bytes(tmp_path / "1") == 0
+    assert f"{row.size + more} bytes, expected {row.size}" in caplog.text
+    assert_holds(tmp_path / "1", state)
+
+
 def test_other_storages_refuse_a_base(tmp_path):
     class Other(shardkeep.StorageWriter):
         def __getattr__(self, name):

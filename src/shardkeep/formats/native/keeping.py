@@ -9,6 +9,7 @@ wants of it; the index says what that is.
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,8 @@ class Keeping:
             try:
                 if store.identify(name) != synced.get(row.name):
                     store.sync_file(name)
+                if (size := store.stat(name).size) != row.size:
+                    raise OSError(errno.EIO, f"{size} bytes, expected {row.size}")
             except OSError as error:
                 log.warning("%s is not kept: %s", base.root / row.name, error)
                 unlink_all(store, [name])
