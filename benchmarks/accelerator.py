@@ -20,7 +20,7 @@ from benchmarks import raw
 from benchmarks.caches import TOLERABLE, evict
 from benchmarks.device_rates import pinned_rates, synchronize
 from benchmarks.picture import Group, draw
-from benchmarks.report import Report, add_options, number, ratio
+from benchmarks.report import Report, above_zero, add_options, at_least_one, number, ratio
 from benchmarks.rounds import SHM, Results, checkpoint, need_memory, scratch
 from benchmarks.states import Leaf, nested, training_state
 from benchmarks.worker import Measure, measured
@@ -215,9 +215,11 @@ def picture(path: Path, results: Results, nbytes: int) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks device", description=__doc__)
-    parser.add_argument("--size", type=float, default=16.0, help="of the state, in GiB")
+    parser.add_argument("--size", type=above_zero, default=16.0, help="of the state, in GiB")
     parser.add_argument("--cpu", action="store_true", help="no device: only to see that it runs")
-    parser.add_argument("--layers", type=int, default=24, help="fewer: fewer, larger tensors")
+    parser.add_argument(
+        "--layers", type=at_least_one, default=24, help="fewer: fewer, larger tensors"
+    )
     parser.add_argument("--shm", default=SHM, help="a directory in memory")
     add_options(parser, repeat=3)
     return parser

@@ -26,7 +26,7 @@ from benchmarks.background_report import Found, picture, show
 from benchmarks.background_sides import WAYS, State, Way, torch_group
 from benchmarks.beside import Captures, Products, capture_until
 from benchmarks.device_rates import synchronize
-from benchmarks.report import Report, add_options
+from benchmarks.report import Report, above_zero, add_options, at_least_one
 from benchmarks.rounds import checkpoint, need_memory, scratch
 from benchmarks.states import training_state
 from benchmarks.worker import Measure, give_memory_back, measured, status
@@ -230,9 +230,11 @@ def present(wanted: str | None, device: torch.device) -> list[str]:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks async", description=__doc__)
-    parser.add_argument("--size", type=float, help="of the state, in GiB: 2, on a device 16")
+    parser.add_argument("--size", type=above_zero, help="of the state, in GiB: 2, on a device 16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--layers", type=int, default=24, help="fewer: fewer, larger tensors")
+    parser.add_argument(
+        "--layers", type=at_least_one, default=24, help="fewer: fewer, larger tensors"
+    )
     parser.add_argument("--sides", help=f"only these, separated by ';': {'; '.join(WAYS)}")
     parser.add_argument("--steady", type=int, default=3, help="saves of a round after the first")
     parser.add_argument("--growth", type=int, default=10, help="saves to see memory grow; 0: none")

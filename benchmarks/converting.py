@@ -25,7 +25,7 @@ import shardkeep
 from benchmarks import raw
 from benchmarks.accelerator import device_tensors
 from benchmarks.caches import evict, sync_one
-from benchmarks.report import Report, add_options, number
+from benchmarks.report import Report, above_zero, add_options, number
 from benchmarks.rounds import need_memory, scratch
 from benchmarks.states import nested, training_state
 
@@ -114,7 +114,7 @@ def show(report: Report, rounds: list[dict[str, float]]) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks convert", description=__doc__)
-    parser.add_argument("--size", type=float, default=4.0, help="of the checkpoint, in GiB")
+    parser.add_argument("--size", type=above_zero, default=4.0, help="of the checkpoint, in GiB")
     parser.add_argument("--budget", type=int, default=256, help="memory budget, in MiB")
     parser.add_argument("--source", default="native", help="format of what is converted")
     parser.add_argument("--to", default="native", help="format of the result")

@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.caches import evict, make_durable, warm
-from benchmarks.report import Report, add_options, number, ratio
+from benchmarks.report import Report, above_zero, add_options, number, ratio
 from benchmarks.rounds import in_turn, need_memory, scratch
 from shardkeep.testing.processes import PRELOAD, RankServer
 
@@ -183,7 +183,7 @@ def rows(cut: str, seen: list[dict[str, float]], nbytes: int) -> list[list[str]]
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks huggingface", description=__doc__)
-    parser.add_argument("--size", type=float, default=2.0, help="of the state, in GB")
+    parser.add_argument("--size", type=above_zero, default=2.0, help="of the state, in GB")
     parser.add_argument("--cut", choices=("rows", "columns", "both"), default="both")
     add_options(parser, repeat=5)
     return parser

@@ -19,7 +19,7 @@ import torch
 
 import shardkeep
 from benchmarks.accelerator import device_tensors
-from benchmarks.report import Report, add_options, number
+from benchmarks.report import Report, above_zero, add_options, number
 from benchmarks.rounds import need_memory, scratch
 from benchmarks.states import nested, training_state
 
@@ -104,7 +104,7 @@ def show(report: Report, run: Run) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks incremental", description=__doc__)
-    parser.add_argument("--size", type=float, default=2.0, help="of the state, in GiB")
+    parser.add_argument("--size", type=above_zero, default=2.0, help="of the state, in GiB")
     parser.add_argument("--changing", type=float, default=0.05, help="part that changes each time")
     add_options(parser, repeat=10)
     return parser

@@ -27,10 +27,26 @@ PACKAGES = (
 )
 
 
+def at_least_one(text: str) -> int:
+    """Of an option: at least one."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Of an option: more than nothing, and not endless."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no size")
+    return float(text)
+
+
 def add_options(parser: argparse.ArgumentParser, repeat: int) -> None:
     """The options that all benchmarks have."""
     parser.add_argument("--dir", help="where to write; the system's temporary directory")
-    parser.add_argument("--repeat", type=int, default=repeat, help="rounds, after one not counted")
+    parser.add_argument(
+        "--repeat", type=at_least_one, default=repeat, help="rounds, after one not counted"
+    )
     parser.add_argument("--json", type=Path, help="write everything that was measured here")
     parser.add_argument("--picture", type=Path, help="draw the result here, as SVG")
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from benchmarks.caches import TOLERABLE, evict
 from benchmarks.picture import Group, draw
-from benchmarks.report import Report, add_options, number, ratio
+from benchmarks.report import Report, above_zero, add_options, number, ratio
 from benchmarks.rounds import in_turn, need_memory, scratch
 from benchmarks.sharded_states import Scenario, check, scenarios, sharded
 from benchmarks.worker import counters
@@ -225,7 +225,7 @@ def arguments(command: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {command}", description=description
     )
-    parser.add_argument("--size", type=float, default=0.5, help="of each state, in GiB")
+    parser.add_argument("--size", type=above_zero, default=0.5, help="of each state, in GiB")
     parser.add_argument("--only", help="scenarios whose name has this in it")
     add_options(parser, repeat=3)
     return parser

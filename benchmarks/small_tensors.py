@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.caches import warm
 from benchmarks.picture import Group, draw
-from benchmarks.report import Report, add_options, number, ratio
+from benchmarks.report import Report, add_options, at_least_one, number, ratio
 from benchmarks.rounds import Results, Turns, checkpoint, present, scratch
 from benchmarks.sides import OF_OTHERS, SIDES
 from benchmarks.states import many_small
@@ -84,7 +84,7 @@ def picture(path: Path, results: Results, count: int) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks small", description=__doc__)
-    parser.add_argument("--count", type=int, default=100_000, help="tensors")
+    parser.add_argument("--count", type=at_least_one, default=100_000, help="tensors")
     parser.add_argument("--sides", help=f"only these, separated by ';': {'; '.join(SIDES)}")
     add_options(parser, repeat=3)
     return parser

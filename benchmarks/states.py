@@ -52,7 +52,8 @@ def training_state(nbytes: int, layers: int = LAYERS) -> list[Leaf]:
     """
     largest = min(1 << 30, nbytes // 8)
     vocabulary = max(64, largest // 4 // 256)
-    width = max(8, int(((nbytes / 10 - vocabulary * 256) / (12 * layers)) ** 0.5) // 8 * 8)
+    left = max(0.0, nbytes / 10 - vocabulary * 256)
+    width = max(8, int((left / (12 * layers)) ** 0.5) // 8 * 8)
     inner = width * 8 // 3
     parameters: list[tuple[tuple[str, ...], tuple[int, ...]]] = [
         (("embed", "weight"), (vocabulary, 256)),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from benchmarks import raw
 from benchmarks.caches import TOLERABLE, evict, size, warm
 from benchmarks.picture import Group, draw
-from benchmarks.report import Report, add_options, number, ratio
+from benchmarks.report import Report, above_zero, add_options, at_least_one, number, ratio
 from benchmarks.rounds import (
     SHM,
     Results,
@@ -176,8 +176,10 @@ def picture(path: Path, results: Results, nbytes: int) -> None:
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks io", description=__doc__)
-    parser.add_argument("--size", type=float, default=2.0, help="of the state, in GiB")
-    parser.add_argument("--layers", type=int, default=24, help="fewer: fewer, larger tensors")
+    parser.add_argument("--size", type=above_zero, default=2.0, help="of the state, in GiB")
+    parser.add_argument(
+        "--layers", type=at_least_one, default=24, help="fewer: fewer, larger tensors"
+    )
     parser.add_argument("--sides", help=f"only these, separated by ';': {'; '.join(SIDES)}")
     parser.add_argument("--no-budgets", action="store_true", help="only the default memory_budget")
     add_options(parser, repeat=5)

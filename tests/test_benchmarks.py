@@ -27,6 +27,18 @@ def test_the_state_has_the_sizes_it_claims():
     assert sum(sizes) == pytest.approx(1 << 31, rel=0.03)
 
 
+def test_a_tiny_state_has_all_its_tensors():
+    assert len(training_state(1)) == len(training_state(1 << 31))
+
+
+@pytest.mark.parametrize("option", ["--size=0", "--size=-1", "--size=nan", "--repeat=0"])
+def test_sizes_and_counts_that_make_no_sense_are_refused(option, capsys):
+    with pytest.raises(SystemExit) as caught:
+        throughput.main([option])
+    assert caught.value.code == 2
+    assert option.partition("=")[0] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", SIDES)
 @pytest.mark.filterwarnings("default")
 def test_a_side_loads_the_bits_it_saved(name, tmp_path):
