@@ -1,12 +1,15 @@
 """Sources: any range of any strided array, as its row-major bytes."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardkeep import arrays
-from shardkeep.arrays import HostSource
+from shardkeep.arrays import HostSink, HostSource
+from shardkeep.dtypes import lookup
 
 
 @settings(max_examples=200, deadline=None)
@@ -37,3 +40,19 @@ def test_large_transposed_arrays(order):
     out = np.empty(array.nbytes - 8, np.uint8)
     HostSource(array).read_into(1, array.size - 1, out)
     assert out.tobytes() == array.tobytes()[4:-4]
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_cast_half_way_takes_little_memory(strided):
+    """Element types of 8 bits that know not each other meet as floats of 64."""
+    stored, wanted = lookup("float8_e4m3fn"), lookup("float8_e8m0fnu")
+    bits = np.random.default_rng(0).integers(0, 256, (1 << 11, 1 << 11), np.uint8)
+    out = np.zeros((1 << 11, 1 << 12), np.uint8)[:, :: 1 + strided][:, : 1 << 11]
+    tracemalloc.start()
+    HostSink(out, wanted).put((0, 0), bits, stored)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    with np.errstate(all="ignore"):
+        expected = bits.view(stored.to_numpy()).astype(np.float64).astype(wanted.to_numpy())
+    assert np.array_equal(out, expected.view(np.uint8))
+    assert peak <= bits.nbytes

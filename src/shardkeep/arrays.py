@@ -233,12 +233,27 @@ class HostSource:
         return HostSource(self.array[region(offsets, sizes)])
 
 
+CAST_PART = 1 << 16
+"""Elements of a cast that are on their way at a time."""
+
+
 def _cast(block: npt.NDArray[np.generic], place: npt.NDArray[np.generic], dtype: DType) -> None:
     """Copy between element types of one kind; small ones that know not each other meet halfway."""
     with np.errstate(all="ignore"):
-        if not np.can_cast(block.dtype, place.dtype, "unsafe"):
-            block = block.astype(np.int64 if dtype.kind == "int" else np.float64)
-        np.copyto(place, block, casting="unsafe")
+        if np.can_cast(block.dtype, place.dtype, "unsafe"):
+            np.copyto(place, block, casting="unsafe")
+            return
+        half_way = np.dtype(np.int64 if dtype.kind == "int" else np.float64)
+        # Part by part: all of it would be many times what is stored.
+        for stored, wanted in np.nditer(
+            [block, place],
+            ["external_loop", "buffered", "zerosize_ok"],
+            [["readonly"], ["writeonly"]],
+            [half_way, half_way],
+            casting="unsafe",
+            buffersize=CAST_PART,
+        ):
+            wanted[...] = stored
 
 
 @dataclass(frozen=True, slots=True)
