@@ -141,6 +141,21 @@ def test_an_optimizer_that_goes_away_changed_nothing(tmp_path, monkeypatch):
         handle.result(LONG_S)
 
 
+def test_an_interrupt_before_there_is_a_thread_ends_the_save(tmp_path, monkeypatch):
+    def interrupt(self, inside):
+        raise KeyboardInterrupt
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "_stop_when_cancelled", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        assert not list((tmp_path / "a").glob("*.json*"))
+        assert keeper._background.wait(LONG_S)
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
+    assert shardkeep.verify(tmp_path / "b").ok
+
+
 @pytest.mark.parametrize("moment", ["before", "during"])
 def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, moment):
     real = Run._take

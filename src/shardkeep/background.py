@@ -20,7 +20,7 @@ import weakref
 from concurrent.futures import wait as wait_all
 from typing import Literal, TypeAlias
 
-from shardkeep.behind import Run
+from shardkeep.behind import Handover, Run
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
@@ -170,26 +170,24 @@ class Background:
         coordinator.agree("make memory ready", make_ready)
 
     def start(
-        self, saving: Saving, inside: contextlib.ExitStack, kind: SnapshotKind, begun: float
+        self, saving: Saving, inside: Handover, kind: SnapshotKind, begun: float
     ) -> SaveHandle:
-        """Prepare a save, take the snapshot, and leave the rest to a thread.
-
-        `inside` is what the save is inside of, the coordinator's call above all; it is left at the
-        end of the save, or here if there is an error. `begun` is when the caller began to wait.
+        """Prepare a save, take the snapshot, and leave the rest to a thread, which takes over what
+        the save is `inside` of. `begun` is when the caller began to wait.
         """
-        with inside:
-            self._begin()
-            saving.follow_devices(inside)
+        self._begin()
+        saving.follow_devices(inside.stack)
+        with saving.aborting():
             plan, held = self._plan(saving)
-            self._lend_process(saving.writer, inside)
-            with saving.aborting():
-                staging = saving.planner.staging
-                unit = HOST_UNIT if staging is None else DEVICE_UNIT
-                taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
-                steps = plan_steps(taken, staging, kind, saving.planner)
-                run = Run(saving, plan, taken, steps, staging, self._compare, begun)
-            self._last, self._run = run.handle, run
-            run.begin(inside.pop_all())
+            self._lend_process(saving.writer, inside.stack)
+            staging = saving.planner.staging
+            unit = HOST_UNIT if staging is None else DEVICE_UNIT
+            taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
+            steps = plan_steps(taken, staging, kind, saving.planner)
+            run = Run(saving, plan, taken, steps, staging, self._compare, begun)
+            inside.run = run
+        self._last, self._run = run.handle, run
+        run.begin(inside)
         return run.handle
 
     def _reserve(self, nbytes: int) -> None:
@@ -241,9 +239,8 @@ class Background:
             def decide(told: list[bytes]) -> list[bytes]:
                 return [_NO if _NO in told else _YES] * len(told)
 
-            with saving.aborting():
-                if self.coordinator.gather_scatter("take snapshot", look, decide) == _YES:
-                    return plan, found[0]
+            if self.coordinator.gather_scatter("take snapshot", look, decide) == _YES:
+                return plan, found[0]
             saving.start_over()
 
 

@@ -11,6 +11,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import replace
+from types import TracebackType
+from typing import Self
 
 from shardkeep.arrays import Staging
 from shardkeep.engine.snapshot import Copying, Snapshot, StagedPlanner
@@ -22,9 +24,54 @@ from shardkeep.saving import SaveCancelled, SaveResult, Saving
 from shardkeep.taking import Steps
 from shardkeep.wording import names_text
 
-__all__ = ["Run"]
+__all__ = ["Handover", "Run"]
 
 log = logging.getLogger("shardkeep")
+
+
+class Handover:
+    """What a save is inside of, the coordinator's call above all, and who leaves it: the thread
+    that completes the save once it has taken over; the caller after an error before that.
+
+    An interrupt may come at any moment, so nothing is moved from one to the other: a lock decides.
+    """
+
+    def __init__(self) -> None:
+        """The caller's."""
+        self.stack = contextlib.ExitStack()
+        """To be left."""
+        self.run: Run | None = None
+        """The save, once its handle can be waited for."""
+        self._taken = threading.Lock()
+        """Taken, for good, by the one who ends the save."""
+        self._kept = False
+
+    def take_over(self) -> bool:
+        """Whether it is the thread's from now on."""
+        return self._taken.acquire(blocking=False)
+
+    def keep(self) -> bool:
+        """Whether it is still the caller's, and stays so."""
+        self._kept = self._kept or self._taken.acquire(blocking=False)
+        return self._kept
+
+    def __enter__(self) -> Self:
+        """On the caller's thread."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """After an error the save is over, unless the thread has it."""
+        if error is None or not self.keep():
+            return
+        if self.run is not None:
+            self.run.give_up(error, self.stack)
+        else:
+            self.stack.__exit__(kind, error, trace)
 
 
 class Run:
@@ -54,18 +101,16 @@ class Run:
         self._arrived: Future[None] = Future()
         """Done once everything is in the arena, as it was."""
         self._may_write = threading.Event()
-        self._claim = threading.Lock()
-        """Taken, for good, by the thread that ends the save."""
         self._before_writing = steps.before_writing
         if not self._before_writing:
             self._may_write.set()
 
-    def begin(self, inside: contextlib.ExitStack) -> None:
+    def begin(self, inside: Handover) -> None:
         """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
 
         An interrupt is raised here, and ends the save.
         """
-        self._stop_when_cancelled(inside)
+        self._stop_when_cancelled(inside.stack)
         writing = threading.Thread(
             target=self._write, args=(inside,), name="shardkeep-save", daemon=True
         )
@@ -74,14 +119,19 @@ class Run:
             self._take()
         except BaseException as error:
             self._fail(error)
-            started = not self._claim.acquire(blocking=False)
-            if not started or not isinstance(error, Exception):
+            if inside.keep() or not isinstance(error, Exception):
                 self.handle.mark_seen()  # it is raised here
-                if not started:
-                    self.handle.end(error)
-                    with inside, self._saving.aborting():
-                        raise
                 raise
+
+    def give_up(self, error: BaseException, inside: contextlib.ExitStack) -> None:
+        """No thread has begun to write, and none will; the error is raised here."""
+        self._fail(error)
+        self.handle.mark_seen()
+        try:
+            with inside, self._saving.aborting():
+                raise error
+        finally:
+            self.handle.end(error)
 
     def _stop_when_cancelled(self, inside: contextlib.ExitStack) -> None:
         """A cancelled save writes no further unit."""
@@ -201,14 +251,14 @@ class Run:
         self._is_committing = not cancelled
         return cancelled
 
-    def _write(self, inside: contextlib.ExitStack) -> None:
-        if not self._claim.acquire(blocking=False):
+    def _write(self, inside: Handover) -> None:
+        if not inside.take_over():
             return  # the caller was interrupted before this began
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
         self._may_write.wait()
         try:
-            with inside:
+            with inside.stack:
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
                     self._plan, planner, self._is_cancelled, self._arrived.result

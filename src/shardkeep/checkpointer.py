@@ -13,6 +13,7 @@ from typing import Any
 
 import shardkeep
 from shardkeep.background import Background, OnOverlap, SnapshotKind, WriterKind, wait_turn
+from shardkeep.behind import Handover
 from shardkeep.closing import Closing
 from shardkeep.coordination import Coordinator
 from shardkeep.default_load_planner import DefaultLoadPlanner
@@ -142,7 +143,7 @@ class Checkpointer(Closing):
             raise ValueError(f"on_overlap is {on_overlap!r}; use 'wait', 'skip' or 'error'")
         begun = time.perf_counter()
         background = self._behind()
-        with contextlib.ExitStack() as inside, background.turn:
+        with background.turn, Handover() as inside:
             if self._overlaps(background, on_overlap):
                 handle = SaveHandle("" if checkpoint_id is None else os.fspath(checkpoint_id))
                 handle.skipped = True
@@ -150,8 +151,8 @@ class Checkpointer(Closing):
                 return handle
             background.wait()
             coordinator = background.coordinator
-            inside.enter_context(coordinator.call("async_save"))
-            saving = inside.enter_context(
+            inside.stack.enter_context(coordinator.call("async_save"))
+            saving = inside.stack.enter_context(
                 self._begun(
                     coordinator,
                     state_dict,
@@ -167,7 +168,7 @@ class Checkpointer(Closing):
                     progress,
                 )
             )
-            return background.start(saving, inside.pop_all(), snapshot, begun)
+            return background.start(saving, inside, snapshot, begun)
 
     def prewarm(self, state_dict: object, *, planner: SavePlanner | None = None) -> None:
         """Take now what the first `async_save` of such a state would have to wait for: memory of
