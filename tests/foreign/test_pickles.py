@@ -411,11 +411,15 @@ def test_lazy_bits_are_refused():
 
 def test_parameters_of_arrays_of_numpy():
     array = pickle.dumps(np.arange(3), 2)[2:-1]
-    device = call(
-        "torch._utils", "_rebuild_device_tensor_from_numpy", array, b"N", u("xla"), b"\x89"
-    )
-    made = pickles.load(p4(device), where="x", classes=TORCH)
+
+    def device(dtype):
+        fields = array, glob("torch", dtype), u("xla"), b"\x89"
+        return p4(call("torch._utils", "_rebuild_device_tensor_from_numpy", *fields))
+
+    made = pickles.load(device("int64"), where="x", classes=TORCH)
     assert made.array().tolist() == [0, 1, 2]
+    with pytest.raises(FormatError, match="stored as int64"):
+        pickles.load(device("int32"), where="x", classes=TORCH)
     with pytest.raises(FormatError, match="a parameter that is no tensor"):
         pickles.load(
             p4(call("torch._utils", "_rebuild_parameter", b"K\1", b"\x88", b"N")),

@@ -169,6 +169,28 @@ def test_attributes_of_tensors_and_dicts_are_left_out(tmp_path):
     assert type(state["d"]) is collections.OrderedDict
 
 
+class OfAnAccelerator:
+    """Pickled as torch pickles a tensor that numpy has to carry."""
+
+    def __init__(self, tensor, stored):
+        self.given = stored.numpy(), tensor.dtype, "cpu", False
+
+    def __reduce_ex__(self, protocol):
+        return torch._utils._rebuild_device_tensor_from_numpy, self.given
+
+
+def test_tensors_of_accelerators_have_their_types(tmp_path):
+    path = tmp_path / "state.pt"
+    floats = torch.randn(3, 5)
+    state = {"f": floats, "b": floats.bfloat16(), "i": torch.arange(3)}
+    stored = {name: tensor.float() if name == "b" else tensor for name, tensor in state.items()}
+    torch.save({n: OfAnAccelerator(state[n], stored[n]) for n in state}, path)
+    with shardkeep.open(path) as found:
+        for name, tensor in found.state_dict(as_="torch").items():
+            assert tensor.dtype == state[name].dtype
+            assert torch.equal(tensor, state[name])
+
+
 def test_reading_needs_no_torch(tmp_path):
     state = {"w": torch.randn(5, 3), "b": torch.randn(3).bfloat16(), "step": 3}
     torch.save(state, tmp_path / "zip.pt")

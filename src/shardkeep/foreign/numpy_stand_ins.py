@@ -71,12 +71,14 @@ class NumpyDType(StandIn):
 class NumpyArray(StandIn):
     """An array whose bytes are part of a pickle."""
 
-    __slots__ = ("data", "dtype", "fortran", "shape")
+    __slots__ = ("becomes", "data", "dtype", "fortran", "shape")
 
     flat = True
 
     def __init__(self) -> None:
         self.dtype: NumpyDType | None = None
+        self.becomes = ""
+        """The type that its elements are cast to, if they are stored as another."""
         self.shape: tuple[int, ...] = ()
         self.fortran = False
         self.data: bytes = b""
@@ -94,6 +96,11 @@ class NumpyArray(StandIn):
         _require(nbytes == len(data), f"an array of {nbytes} bytes with {len(data)} of them")
         self.dtype, self.shape, self.fortran, self.data = dtype, shape, bool(fortran), data
 
+    @property
+    def name(self) -> str:
+        """Of the type of its elements; empty until that is known."""
+        return self.becomes or ("" if self.dtype is None else self.dtype.name)
+
     def array(self) -> npt.NDArray[Any]:
         """The array itself, in the machine's byte order."""
         _require(self.dtype is not None, "an array without a state")
@@ -101,7 +108,8 @@ class NumpyArray(StandIn):
         kind = self.dtype.to_numpy()
         flat = np.frombuffer(self.data, kind)
         made = flat.reshape(self.shape, order="F" if self.fortran else "C")
-        return np.ascontiguousarray(made, kind.newbyteorder("=")).reshape(self.shape)
+        native = lookup(self.becomes).to_numpy() if self.becomes else kind.newbyteorder("=")
+        return np.ascontiguousarray(made, native).reshape(self.shape)
 
 
 def _dtype(code: Any, *_flags: object) -> NumpyDType:

@@ -249,8 +249,16 @@ def _from_type(function: object, cls: object, args: object, state: object) -> ob
     return function.make(*args)
 
 
-def _device_tensor(data: object, _dtype: object, _device: object, requires_grad: object) -> object:
-    return _parameter(data, requires_grad)
+def _device_tensor(data: object, dtype: object, _device: object, requires_grad: object) -> object:
+    """A tensor of an accelerator; one of bfloat16 is stored as float32, for numpy's sake."""
+    made = _parameter(data, requires_grad)
+    name = dtype.name if type(dtype) is TorchDType else ""
+    stored = made.dtype if isinstance(made, TensorView) else getattr(made, "name", "")
+    if isinstance(made, NumpyArray) and (stored, name) == ("float32", "bfloat16"):
+        made.becomes = stored = name
+    if not name or name != stored:
+        raise FormatError(f"a tensor of {shown(dtype)} that is stored as {stored} cannot be read")
+    return made
 
 
 def _refused(what: str) -> Callable[..., object]:
