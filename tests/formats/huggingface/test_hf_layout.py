@@ -115,6 +115,11 @@ def test_what_has_no_place_is_refused_by_name():
             lay_out(outline_of({"w": OutTensor("w", dtype, (2,))}))
     with pytest.raises(UnsupportedValueError, match="__metadata__"):
         lay_out(outline_of({"__metadata__": OutTensor("x", "int8", (2,))}))
+    shared = OutTensor("w", "int8", (2,))
+    for name in ("format", "DCP_SHARDING_INFO"):
+        assert len(lay_out(outline_of({name: shared}))) == 1
+        with pytest.raises(UnsupportedValueError, match=rf"tied.*{name}"):
+            lay_out(outline_of({"w": shared, name: shared}))
     with pytest.raises(ValueError, match="stem"):
         lay_out(outline_of({}), stem="../x")
     with pytest.raises(ValueError, match="values"):

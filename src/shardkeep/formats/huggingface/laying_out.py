@@ -9,7 +9,7 @@ from typing import Any, Literal
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.foreign.layout import Elements, OutFile, Outline, OutTensor, Segment
 from shardkeep.foreign.layout import Literal as KnownBytes
-from shardkeep.formats.huggingface.names import MODEL
+from shardkeep.formats.huggingface.names import MODEL, SHARDING
 from shardkeep.formats.huggingface.shards import (
     DEFAULT_SIZE,
     Shard,
@@ -21,7 +21,7 @@ from shardkeep.formats.huggingface.shards import (
 
 __all__ = ["lay_out"]
 
-_OF_THE_FILES = ("format", "total_size", "total_parameters")
+_OF_THE_FILES = ("format", "total_size", "total_parameters", SHARDING)
 """What the metadata says of the files, which are now others."""
 
 

@@ -18,6 +18,7 @@ from shardkeep.dtypes import lookup
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.formats.huggingface.names import (
     MODEL,
+    SHARDING,
     entry_form,
     file_name,
     index_name,
@@ -110,6 +111,7 @@ def plan_shards(
     if not is_plain(stem):
         raise ValueError(f"stem is {stem!r}; use a file name without a path")
     _refuse_types(tensors)
+    _refuse_ties(ties)
     groups = list(_grouped(tensors, limit)) or [[]]
     shards = []
     for number, group in enumerate(groups):
@@ -131,6 +133,16 @@ def _refuse_types(tensors: Sequence[Tensor]) -> None:
     if any(tensor.name == "__metadata__" for tensor in tensors):
         raise UnsupportedValueError(
             "a tensor cannot be called __metadata__ in a safetensors file; give it another name"
+        )
+
+
+def _refuse_ties(ties: Iterable[str]) -> None:
+    """The header tells of ties in its metadata, where these names mean something else."""
+    taken = {"format", SHARDING}.intersection(ties)
+    if taken:
+        raise UnsupportedValueError(
+            f"a tied tensor cannot be called {names_text(sorted(taken))} in a Hugging Face "
+            "checkpoint; give it another name, or its own copy"
         )
 
 
