@@ -738,6 +738,19 @@ def test_killed_where_directories_cannot_change_places(replaced, tmp_path, monke
     assert left_in(tmp_path) == ["made", "source-1", "source-2"]
 
 
+def test_what_is_kept_in_the_workplace_is_no_source_for_it(source, tmp_path):
+    """It holds what was replaced, if nobody knows whether that lasts."""
+    kept = tmp_path / "made.converting" / "made"
+    kept.parent.mkdir()
+    source.rename(kept)
+    (kept.parent / "journal").touch()
+    before = shardkeep.open(kept).digest
+    with pytest.raises(shardkeep.CheckpointExistsError, match="move it first"):
+        shardkeep.convert(kept, tmp_path / "made")
+    assert shardkeep.open(kept).digest == before
+    shardkeep.convert(kept, tmp_path / "other")
+
+
 def test_a_folder_of_somebody_else_is_not_built_in(source, tmp_path):
     other = tmp_path / "made.converting"
     shardkeep.save({"x": np.ones(3)}, other, no_dist=True)

@@ -19,7 +19,14 @@ from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
 from shardkeep.converting.native import write_native
 from shardkeep.converting.target import checked_target, shard_size
-from shardkeep.converting.workplace import Workplace, check_free, files_below, fingerprint, put_back
+from shardkeep.converting.workplace import (
+    Workplace,
+    check_free,
+    files_below,
+    fingerprint,
+    put_back,
+    workplace_of,
+)
 from shardkeep.engine.budget import default_budget
 from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.foreign.layout import OutFile
@@ -161,6 +168,12 @@ def _paths(src: CheckpointId, dst: CheckpointId) -> tuple[Path, Path]:
     if inside != around and os.path.commonpath([inside, around]) in (inside, around):
         raise CheckpointExistsError(
             f"{destination} and {source} lie in each other; choose another destination"
+        )
+    built = workplace_of(Path(around))
+    if Path(inside).is_relative_to(built):
+        raise CheckpointExistsError(
+            f"{source} lies in {built}, where {destination} would be built; move it first, or "
+            "choose another destination"
         )
     return source, destination
 

@@ -28,7 +28,14 @@ from shardkeep.stores.direct import exchange_names
 from shardkeep.stores.local import FileId, LocalStore, above_stdio, storage_errors, sync_fd
 from shardkeep.wording import names_text
 
-__all__ = ["Workplace", "check_free", "files_below", "put_back", "sync_directories"]
+__all__ = [
+    "Workplace",
+    "check_free",
+    "files_below",
+    "put_back",
+    "sync_directories",
+    "workplace_of",
+]
 
 log = logging.getLogger("shardkeep")
 
@@ -42,6 +49,11 @@ _FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 """How a file that is a checkpoint is called."""
 _BESIDE = (".safetensors.index.json", ".metadata", "_metadata", ".bytes", ".distcp")
 """What a checkpoint's directory has beside the files that its tensors are in."""
+
+
+def workplace_of(destination: Path) -> Path:
+    """The folder in which what is for a destination is built."""
+    return destination.with_name(destination.name + ENDING)
 
 
 def check_free(destination: Path, *, overwrite: bool) -> None:
@@ -107,7 +119,7 @@ class Workplace:
         """`identity` tells the same convert from another."""
         self.destination = destination
         self.overwrite = overwrite
-        self.folder = destination.with_name(destination.name + ENDING)
+        self.folder = workplace_of(destination)
         self.made = self.folder / _MADE
         """What is built: a directory, or a file."""
         self.entries: list[dict[str, Any]] = []
