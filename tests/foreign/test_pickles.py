@@ -8,8 +8,10 @@ import fractions
 import json
 import pathlib
 import pickle
+import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -426,3 +428,47 @@ def test_parameters_of_arrays_of_numpy():
             where="x",
             classes=TORCH,
         )
+
+
+def colliding(bits: int) -> list[int]:
+    """Numbers that Python's dict of `2 ** bits` places keeps, and of which a quarter is looked for
+    in as many places as there are, nearly: half of all places are a chain that all others follow.
+    """
+    mask = (1 << bits) - 1
+    place = np.full(1 << bits, -1)
+    chain, at = [], 0
+    for number in range(1 << bits - 1):
+        chain.append(at)
+        place[at] = number
+        at = (5 * at + 1) & mask
+    random, found = np.random.default_rng(0), []
+    while len(found) < (1 << bits + 1) // 3 - len(chain) - 10:
+        keys = random.integers(1 << bits, 1 << 31, 1 << 20)
+        at, rest = keys & mask, keys.copy()
+        while len(keys) and rest.any():
+            taken = place[at] >= 0
+            keys, at, rest = keys[taken], at[taken], rest[taken] >> 5
+            at = (5 * at + rest + 1) & mask
+        found += keys[(place[at] >= 0) & (place[at] < len(chain) // 8)].tolist()
+        found = list(dict.fromkeys(found))
+    return chain + found[: (1 << bits + 1) // 3 - len(chain) - 10]
+
+
+def test_numbers_that_collide_as_keys_are_not_looked_for_for_ever():
+    numbers = colliding(17)
+    for number in (lambda n: b"J" + struct.pack("<i", n), lambda n: b"G" + struct.pack(">d", n)):
+        data = p4(b"}(" + b"".join(number(n) + b"N" for n in numbers) + b"u")
+        begun = time.thread_time()
+        with pytest.raises(UnsafeCheckpointError, match="far too long to find"):
+            pickles.load(data, where="x")
+        assert time.thread_time() - begun < 3
+    pairs = b"](" + b"".join(b"](J" + struct.pack("<i", n) + b"Ne" for n in numbers) + b"e"
+    with pytest.raises(FormatError, match="other arguments"):
+        pickles.load(p4(glob("collections", "OrderedDict") + pairs + b"\x85R"), where="x")
+
+
+def test_many_numbers_that_nobody_chose_are_keys_and_members():
+    numbers = np.random.default_rng(0).integers(-(2**62), 2**62, 200_000).tolist()
+    state = [dict.fromkeys(numbers), set(numbers), frozenset(map(float, numbers))]
+    for protocol in (2, 4):
+        assert pickles.load(pickle.dumps(state, protocol), where="x") == state

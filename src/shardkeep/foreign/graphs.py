@@ -36,6 +36,9 @@ class Limits:
     occur."""
     odd_keys: int = 10_000
     """Keys and members whose hashes a writer can choose: tuples, complex and long numbers."""
+    searching: float = 0.5
+    """Seconds of looking for the places of numbers among keys, beyond some microseconds for each:
+    their hashes can be chosen, too, but there may be many that nobody chose."""
     long: int = 1 << 10
     """Bytes of one integer: Python prints none that is much longer."""
     line: int = 1 << 20

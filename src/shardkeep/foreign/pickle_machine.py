@@ -11,7 +11,8 @@ import codecs
 import re
 import struct
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from time import thread_time
 from typing import Any, Final, NoReturn
 
 from shardkeep.collector import paused_collector
@@ -74,6 +75,7 @@ class _Machine:
         "persistent",
         "pos",
         "room",
+        "searching",
         "stack",
         "start",
         "where",
@@ -99,6 +101,7 @@ class _Machine:
         self.containers = limits.containers + (len(data) - start) // 8
         self.room = limits.copies + 48 * (len(data) - start)
         self.odd_keys = limits.odd_keys
+        self.searching = limits.searching
 
     def run(self) -> object:
         data, table, memo, end = self.data, _OPCODES, self.memo, len(self.data)
@@ -289,14 +292,17 @@ class _Machine:
                 for argument in args:
                     if type(argument) in (list, tuple):
                         self.room -= len(argument) * _SIZED[set]
-                    self.charge(())
-                    self.check_keys(argument)
+                        self.charge(())
+                        self.add(set(), argument)
+        begun = thread_time() if args and function.name in _COPYING else None
         try:
             result: Any = function.make(*args)
         except CheckpointError as error:
             raise type(error)(f"{self.where}: {error}") from error
         except Exception as error:
             raise ValueError(f"no {function.name} is made from this: {error}") from error
+        if begun is not None:
+            self.searched(begun, len(result))
         if type(result) in _SIZED:
             self.charge((result,))
         return result
@@ -319,6 +325,20 @@ class _Machine:
                 self.odd_keys -= check_key(key, self.where)
                 if self.odd_keys < 0:
                     raise self.unsafe("has too many keys that are neither texts nor numbers")
+
+    def searched(self, begun: float, count: int = 1) -> None:
+        """Places of keys were looked for since then."""
+        self.searching += count * _SEARCH - (thread_time() - begun)
+        if self.searching < 0:
+            raise self.unsafe("has numbers as keys that take far too long to find")
+
+    def add(self, target: set[Any], items: Sequence[Any]) -> None:
+        """Members to a set."""
+        self.check_keys(items)
+        for low in range(0, len(items), _AT_ONCE):
+            begun, some = thread_time(), items[low : low + _AT_ONCE]
+            target.update(some)
+            self.searched(begun, len(some))
 
     def put(self, index: int) -> None:
         value, memo = self.stack[-1], self.memo
@@ -404,14 +424,18 @@ class _Machine:
         for key, value in zip(rest, rest, strict=True):
             if type(key) is not str:
                 self.check_keys([key])
-            target[key] = value
+            if type(key) in _NUMBERS:
+                begun = thread_time()
+                target[key] = value
+                self.searched(begun)
+            else:
+                target[key] = value
 
     def add_all(self) -> None:
         items = self.items()
         if type(self.stack[-1]) is not set:
             raise self.unsafe(f"adds to a {type(self.stack[-1]).__name__}")
-        self.check_keys(items)
-        self.stack[-1].update(items)
+        self.add(self.stack[-1], items)
 
     def persistent_id(self, given: object) -> None:
         if self.persistent is None:
@@ -429,9 +453,9 @@ class _Machine:
         self.stack.append(container)
 
     def frozen(self) -> None:
-        items = self.items()
-        self.check_keys(items)
-        self.fresh(frozenset(items))
+        members: set[Any] = set()
+        self.add(members, self.items())
+        self.fresh(frozenset(members))
 
     def dictionary(self) -> None:
         items = self.items()
@@ -518,6 +542,14 @@ _OF_NUMBERS: Final = frozenset({"torch.Size"})
 _HASHING: Final = frozenset(
     f"{module}.{name}" for module in ("builtins", "__builtin__") for name in ("set", "frozenset")
 )
+_COPYING: Final = frozenset(
+    {"builtins.dict", "__builtin__.dict", "collections.OrderedDict", "collections.Counter"}
+)
+_NUMBERS: Final = frozenset({int, float})
+_AT_ONCE: Final = 64
+"""Members of a set that are added between two looks at the clock."""
+_SEARCH: Final = 5e-6
+"""Seconds in which any key is found whose hash nobody chose."""
 
 
 def _numbers(code: bytes) -> tuple[int, ...] | None:

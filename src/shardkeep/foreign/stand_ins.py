@@ -125,6 +125,10 @@ def _slice(*parts: Any) -> slice:
     return slice(*parts)
 
 
+_NUMBERED = 1000
+"""Pairs of which some keys may be numbers: theirs are hashed all at once."""
+
+
 def _plain_key(key: object) -> bool:
     return type(key) is str or (type(key) is int and -(2**64) < key < 2**64)
 
@@ -137,6 +141,7 @@ def _mapping(cls: type[Any]) -> Callable[..., object]:
             # Python 2 writes pairs, a Counter a dict; the keys of a dict were looked at before.
             pairs = given.items() if type(given) is dict else _of(given, list)
             for key, value in pairs:
+                _require(type(given) is dict or type(key) is str or len(given) <= _NUMBERED)
                 _require(type(given) is dict or _plain_key(key), "an odd key")
                 made[key] = value
         return made
