@@ -4,10 +4,12 @@ import contextlib
 import dataclasses
 import io
 import json
+import os
 import pickle
 import pickletools
 import shutil
 import sys
+import tracemalloc
 import types
 
 import ml_dtypes
@@ -154,6 +156,13 @@ def test_a_rank_that_is_missing_is_named(tmp_path):
     with pytest.raises(CorruptionError, match="rank 0 is missing"):
         hyper_parallel.find(root)
     (root / "1.metadata").rename(root / "0.metadata")
+    tracemalloc.start()
+    (root / "9999999.metadata").write_bytes((root / "0.metadata").read_bytes())
+    with pytest.raises(CorruptionError, match="rank 1 is missing"):
+        hyper_parallel.find(root)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+    (root / "9999999.metadata").unlink()
     found = hyper_parallel.find(root)
     with pytest.raises(CorruptionError, match=r"row\.weight"):
         tables_of(found)
@@ -271,6 +280,7 @@ BAD = {
     "two things at one path": {"planner": {"w": ("a",), "step": ("a",)}},
     "a list with too many holes": {"planner": {"w": ("a", 10**9), "step": ("b",)}},
     "a path too deep": {"planner": {"w": ("a",) * 100}},
+    "a path far too deep": {"planner": {"w": ("a",) * 10_000}},
     "a state that is a list": {"planner": {"w": (0,), "step": (1,)}},
 }
 
@@ -280,6 +290,23 @@ def test_metadata_that_lies_is_refused(library, tmp_path, changes):
     root = put(tmp_path, good(library, **{"length": 5, **changes}))
     with pytest.raises((FormatError, CorruptionError, UnsafeCheckpointError)):
         tables_of(hyper_parallel.find(root))
+
+
+def test_values_that_share_bytes_are_refused(library, tmp_path):
+    metadata = good(library, length=5)
+    for number, file in enumerate(("_rank0_.bytes", "./_rank0_.bytes", ".//_rank0_.bytes")):
+        metadata.state_dict_metadata[f"v{number}"] = library.BytesStorageMetadata()
+        index = library.MetadataIndex(f"v{number}", (), None)
+        metadata.storage_data[index] = library.StorageInfo(file, 0, 5, None)
+    with pytest.raises(CorruptionError, match=r"_rank0_\.bytes has 5 bytes, and values"):
+        hyper_parallel.find(put(tmp_path, metadata))
+
+
+def test_metadata_of_any_length_is_not_read(library, tmp_path):
+    root = put(tmp_path, good(library, length=5))
+    os.truncate(root / ".metadata", 1 << 40)
+    with pytest.raises(FormatError, match=r"\.metadata has 1099511627776 bytes"):
+        hyper_parallel.find(root)
 
 
 def test_boxes_that_overlap_or_leave_gaps_are_refused(library, tmp_path):

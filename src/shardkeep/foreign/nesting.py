@@ -13,6 +13,8 @@ __all__ = ["nested"]
 
 _GAPS = 10_000
 """Items that a list may lack."""
+_DEPTH = 64
+"""Keys that a path may have."""
 
 
 def nested(
@@ -28,6 +30,8 @@ def nested(
     root: _Keys | _Items = _Items() if tops and all(type(key) is int for key in tops) else _Keys()
     for fqn, value in leaves.items():
         path = paths.get(fqn, (fqn,))
+        if len(path) > _DEPTH:
+            raise FormatError(f"{where}: {fqn:.100} is nested deeper than {_DEPTH}")
         at: Any = root
         for key, following in pairwise(path):
             at = _inner(at, key, following, fqn, where)

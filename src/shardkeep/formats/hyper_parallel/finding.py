@@ -128,13 +128,14 @@ def _all_same(root: Path, copies: _Copies) -> bool:
             continue
         nbytes = StoredTensor(dtype, parts[0].sizes, ()).nbytes
         if all(_raw(part).strides is None for part in parts):
-            looks = {_look(root, part, nbytes) for part in parts}
+            looks = (_look(root, part, nbytes) for part in parts)
         else:
             # All of them in one way: elements of some say nothing beside all of another.
             most = max(nbytes, *(_span(part) * TABLE[dtype].itemsize for part in parts))
             in_full = most <= 16 * _WHOLE
-            looks = {_look_at_elements(root, part, dtype, in_full) for part in parts}
-        if len(looks) > 1:
+            looks = (_look_at_elements(root, part, dtype, in_full) for part in parts)
+        first = next(looks)
+        if any(look != first for look in looks):
             return False
     return True
 
@@ -181,6 +182,8 @@ def _look_at_elements(root: Path, part: Part, dtype: str, in_full: bool) -> byte
 def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
     """Plain values; where ranks differ under one name, all of them by rank."""
     held: dict[str, dict[int | None, bytes]] = {}
+    read: dict[tuple[str, Location], bytes] = {}
+    left: dict[Path, int] = {}
     for metadata in all_metadata:
         for name in metadata.values:
             places = metadata.places.get((name, ()))
@@ -188,23 +191,35 @@ def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
                 raise CorruptionError(
                     f"{metadata.source} does not say where {name} lies", names=[name]
                 )
-            held.setdefault(name, {})[metadata.rank] = _bytes(root, name, places[-1])
+            key = name, places[-1]
+            if key not in read:
+                read[key] = _bytes(root, name, places[-1], left)
+            held.setdefault(name, {})[metadata.rank] = read[key]
     out: dict[str, Any] = {}
     for name, by_rank in held.items():
-        values = {rank: _value(root, name, data) for rank, data in by_rank.items()}
-        if len(set(by_rank.values())) == 1:
+        values = {data: _value(root, name, data) for data in by_rank.values()}
+        if len(values) == 1:
             out[name] = next(iter(values.values()))
         else:
-            out[name] = {f"rank{rank}": value for rank, value in values.items()}
+            out[name] = {f"rank{rank}": values[data] for rank, data in by_rank.items()}
     return out
 
 
-def _bytes(root: Path, name: str, place: Location) -> bytes:
+def _bytes(root: Path, name: str, place: Location, left: dict[Path, int]) -> bytes:
+    """A value as it lies; `left` are the bytes of each file that no value has taken yet."""
     path = file_below(root, place.file)
-    length = regular_size(path) if place.length < 0 else place.length
+    size = regular_size(path)
+    length = size if place.length < 0 else place.length
     if length > _MAX_VALUE:
         raise FormatError(f"{path}: the value {name} has more than {_MAX_VALUE >> 30} GiB")
-    return read_exactly(path, place.offset, length)
+    data = read_exactly(path, place.offset, length)
+    left[path] = left.get(path, size) - length
+    if left[path] < 0:  # a few bytes of metadata could ask for gigabytes, any number of times
+        raise CorruptionError(
+            f"{path} has {size} bytes, and values that lie in it are said to have more",
+            names=[name],
+        )
+    return data
 
 
 def _value(root: Path, name: str, data: bytes) -> Any:

@@ -12,11 +12,11 @@ from typing import Any
 from shardkeep.dtypes import dtype_name
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsupportedValueError
 from shardkeep.foreign import pickles
-from shardkeep.foreign.below import file_below, read_exactly, regular_size
+from shardkeep.foreign.regular_files import read_whole
 from shardkeep.foreign.shapes import checked_shape
 from shardkeep.foreign.stand_ins import PLAIN, Record, records
 from shardkeep.foreign.torch_stand_ins import TORCH
-from shardkeep.wording import ranks_text, shown
+from shardkeep.wording import shown
 
 __all__ = ["GLOBAL", "Box", "Location", "Metadata", "Tensor", "metadata_files", "read_metadata"]
 
@@ -32,6 +32,8 @@ _NAMES = (
     "TensorProperties",
     "TensorStorageMetadata",
 )
+_MOST = pickles.Limits().nbytes
+"""Bytes of metadata."""
 _FURTHEST = 1 << 62
 """Past any byte of a file."""
 _VERSIONS = re.compile(r"[12]\.\d{1,4}", re.ASCII)
@@ -113,20 +115,23 @@ def read_metadata(root: Path) -> list[Metadata]:
     if not files:
         raise FormatError(f"{root} holds no metadata of HyperParallel")
     ranks = [rank for rank, _ in files if rank is not None]
-    missing = sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks))
-    if missing or len(ranks) != len(set(ranks)):
+    # Names of files may claim any number of ranks: they are not all counted.
+    gap = next((at for at, rank in enumerate(sorted(set(ranks))) if at != rank), None)
+    if gap is not None:
         raise CorruptionError(
-            f"{root}: every rank wrote metadata of its own, and that of {ranks_text(missing)} is "
-            "missing. Copy all files, or choose another step."
-            if missing
-            else f"{root}: two metadata files of one rank; files of two saves are mixed there"
+            f"{root}: every rank wrote metadata of its own, and that of rank {gap} is missing. "
+            "Copy all files, or choose another step."
+        )
+    if len(ranks) != len(set(ranks)):
+        raise CorruptionError(
+            f"{root}: two metadata files of one rank; files of two saves are mixed there"
         )
     return [_read(root, rank, name) for rank, name in files]
 
 
 def _read(root: Path, rank: int | None, name: str) -> Metadata:
-    path = file_below(root, name)
-    data = read_exactly(path, 0, regular_size(path))
+    path = root / name
+    data = read_whole(root, name, _MOST)
     loaded = pickles.load(data, where=str(path), classes=_classes())
     out = Metadata(str(path), rank)
     try:
