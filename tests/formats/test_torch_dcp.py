@@ -21,7 +21,11 @@ from tests.foreign.layouts import elements_of, outline_of, write
 from tests.formats.test_torch_save import DTYPES, bits, tensor_of, trees
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+)
 
 import shardkeep
 from shardkeep.errors import (
@@ -447,6 +451,12 @@ def swap(metadata, fqn, other):
             metadata.storage_data[key] = info(metadata, other)
 
 
+def again(metadata, fqn):
+    for number in range(100):
+        metadata.state_dict_metadata[f"v{number}"] = BytesStorageMetadata()
+        metadata.storage_data[MetadataIndex(f"v{number}")] = info(metadata, fqn)
+
+
 def cut(metadata, offsets, sizes):
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
     metadata.state_dict_metadata["b"].chunks = [chunk]
@@ -477,6 +487,7 @@ DAMAGE = {
     "a length too short": (lambda m: put(m, "w", length=info(m, "w").length - 1), CorruptionError),
     "a length of nothing": (lambda m: put(m, "w", length=0), CorruptionError),
     "a length too long": (lambda m: put(m, "w", length=info(m, "w").length + 1), CorruptionError),
+    "values at one place": (lambda m: again(m, "d.n"), CorruptionError),
     "another item": (lambda m: swap(m, "w", "b"), CorruptionError),
     "a value as a tensor": (lambda m: swap(m, "b", "d.n"), CorruptionError),
     "an extension": (lambda m: put(m, "d.n", transform_descriptors=["x/1"]), FormatError),
@@ -510,6 +521,13 @@ def test_damaged_metadata(good, name):
     with pytest.raises(kind) as caught, shardkeep.open(good) as opened:
         opened.state_dict()
     assert "step" in str(caught.value)
+
+
+def test_a_storage_that_is_missing_is_told_with_its_file(good):
+    (file,) = good.glob("*.distcp")
+    file.write_bytes(file.read_bytes().replace(b"archive/data/0", b"archive/data/7"))
+    with pytest.raises(CorruptionError, match=rf"{file.name} at byte .*storage 0 is not in"):
+        torch_dcp.find(good)
 
 
 def test_hostile_metadata(good):

@@ -59,6 +59,7 @@ class ItemFiles(Closing):
         self._views: dict[bytes, _View] = {}
         self._alike: dict[tuple[object, ...], list[Alike]] = {}
         self._last = LastUnpacked()
+        self._left: dict[Path, int] = {}
 
     def close(self) -> None:
         """Let go of the files."""
@@ -127,7 +128,10 @@ class ItemFiles(Closing):
         view = self._views.get(data)
         if view is None:
             view = self._views[data] = _view_of(data, archive.where)
-        storage = members.storage(view.storage)
+        try:
+            storage = members.storage(view.storage)
+        except CorruptionError as error:
+            raise CorruptionError(f"{archive.where}: {error}") from error
         if view.dtype != dtype or view.shape != sizes:
             raise CorruptionError(
                 f"{archive.where}: a tensor of {view.dtype} {view.shape}, expected {dtype} {sizes}"
@@ -160,6 +164,17 @@ class ItemFiles(Closing):
             for name, entry in archive.entries.items()
             if "/.data/" not in name
         }
+
+    def claim(self, fqn: str, info: Info) -> None:
+        """Refuse values that share bytes: a few bytes of metadata would have any of them read, and
+        any number of times."""
+        path, size = self.path / info.path, self._checked(fqn, info).size
+        self._left[path] = self._left.get(path, size) - info.length
+        if self._left[path] < 0:
+            raise CorruptionError(
+                f"{path} has {size} bytes, and values that lie in it are said to have more",
+                names=(fqn,),
+            )
 
     def value(self, fqn: str, info: Info) -> Any:
         """A value, whatever was saved; tensors in it are left where they are."""

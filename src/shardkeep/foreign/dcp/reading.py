@@ -166,4 +166,5 @@ def _value(path: Path, fqn: str, infos: list[Info], files: ItemFiles) -> Any:
         raise FormatError(
             f"{path}: ranks saved different values for {fqn}; pass rank= to take those of one rank"
         )
+    files.claim(fqn, first)
     return files.value(fqn, first)
