@@ -19,6 +19,7 @@ from shardkeep.foreign.regular_files import read_whole
 from shardkeep.foreign.safetensors_header import is_safetensors, lay_out_entries, read_entries
 from shardkeep.foreign.tables import tables_of
 from shardkeep.foreign.torch_objects import Finishing
+from shardkeep.foreign.torch_stand_ins import TorchDevice
 from shardkeep.foreign.torch_zip import Archive
 from shardkeep.formats.torch_save.legacy import read_stream
 from shardkeep.stores.local import LocalStore
@@ -316,3 +317,24 @@ def test_parts_of_other_dimensions(tmp_path):
         stored = StoredTensor("int8", (2, 2), (part,))
         with pytest.raises(FormatError, match="a has a part"):
             tables_of(Found("x", tmp_path, {"a": stored}))
+
+
+@pytest.mark.parametrize("name", ["half \ud800", "\udfff"])
+def test_names_with_half_a_character(tmp_path, name):
+    for leaf in (1, whole_tensor("int8", (1,), Raw("f", 0)), {"a": None}):
+        with pytest.raises(FormatError, match="half a character"):
+            tables_of(Found("x", tmp_path, {name: leaf}))
+
+
+def test_empty_tensors_of_extents_that_cannot_be(tmp_path):
+    assert tables_of(Found("x", tmp_path, {"a": StoredTensor("int8", (0, 1 << 60), ())}))
+    for shape in ((0, 1 << 61, 1 << 61), (1 << 62, 0)):
+        with pytest.raises(FormatError, match="a claims the shape"):
+            tables_of(Found("x", tmp_path, {"a": StoredTensor("int8", shape, ())}))
+
+
+@pytest.mark.parametrize("index", [-1, 128, 1 << 1000])
+def test_devices_that_torch_could_not_make(index):
+    assert str(TorchDevice("cuda", 127)) == "cuda:127"
+    with pytest.raises(ValueError, match="a device of another number"):
+        TorchDevice("cuda", index)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,6 +141,10 @@ def tables_of(found: Found) -> Tables:
     if type(structure.root) is int:
         raise FormatError(f"{where} holds a single value, not a state")
     names = structure.names
+    try:
+        "".join(names).encode()
+    except UnicodeEncodeError as error:
+        raise FormatError(f"{where}: a name in it has half a character: {error}") from error
     tensor_names = [n for n, (kind, _) in zip(names, walk.leaves, strict=True) if kind == TENSOR]
     value_names = [n for n, (kind, _) in zip(names, walk.leaves, strict=True) if kind == VALUE]
     first: dict[int, int] = {}
@@ -168,7 +173,9 @@ def _tensor_table(
     properties = []
     known: dict[tuple[str, bool], TensorProperties] = {}
     for tensor, name in zip(tensors, names, strict=True):
-        if len(tensor.shape) > 32 or not 0 <= tensor.nbytes < 2**62:
+        # Without those extents that are 0: strides are computed from the others all the same.
+        nbytes = math.prod(n for n in tensor.shape if n) * lookup(tensor.dtype).itemsize
+        if len(tensor.shape) > 32 or not 0 <= nbytes < 2**62:
             raise FormatError(f"{where}: {name} claims the shape {tensor.shape}")
         kind = tensor.dtype, tensor.requires_grad
         if kind not in known:

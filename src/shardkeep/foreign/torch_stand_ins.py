@@ -73,7 +73,7 @@ class TorchDevice:
     def __init__(self, kind: object, index: object = None) -> None:
         if type(kind) is not str or len(kind) > 40 or not kind.isidentifier():
             raise ValueError("a device of another kind")
-        if index is not None and type(index) is not int:
+        if index is not None and (type(index) is not int or not 0 <= index < 128):
             raise ValueError("a device of another number")
         self.text = kind if index is None else f"{kind}:{index}"
         """As torch writes it."""
