@@ -131,6 +131,29 @@ def test_items_of_a_manager():
         orbax.find(FOLDER / "manager")
 
 
+@reads
+def test_metrics_of_a_manager_and_steps_of_older_versions(tmp_path):
+    shutil.copytree(FOLDER / "manager", tmp_path / "run")
+    step = tmp_path / "run/5"
+    (step / "metrics").mkdir()
+    (step / "metrics/metrics").write_text('{"loss": 0.5}')
+    handlers = json.loads((step / "_CHECKPOINT_METADATA").read_text())["item_handlers"]
+    change(step / "_CHECKPOINT_METADATA", item_handlers=handlers | {"metrics": "a handler"})
+    now = orbax.find(step)
+    assert now.state["metrics"] == {"loss": 0.5}
+    (step / "_CHECKPOINT_METADATA").unlink()
+    assert orbax.recognises(step)
+    before = orbax.find(step)
+    assert set(before.state) == {"metrics", "notes", "state"}
+    assert arrays_of(before).keys() == arrays_of(now).keys()
+    assert orbax.recognises(tmp_path / "run")
+    with pytest.raises(FormatError, match=r"Name a step, as in .*/run/5"):
+        orbax.find(tmp_path / "run")
+    shutil.copytree(step / "state", step / "more.orbax-checkpoint-tmp-1")
+    with pytest.raises(FormatError, match="not finished"):
+        orbax.find(step)
+
+
 # --- damage and harm ------------------------------------------------------------------------------
 
 

@@ -17,7 +17,8 @@ from shardkeep.formats.orbax.items import CHECKPOINT, TREE, Leaf, items_of, read
 __all__ = ["find_checkpoint"]
 
 STRINGS = "_strings.json"
-JSON_ITEM = "metadata"
+JSON_ITEMS = ("metadata", "metrics")
+"""The only file of an item that holds JSON; the manager calls that of its metrics so."""
 _ALONE = frozenset({"default", "state", "pytree"})
 """Names that Orbax itself gives to the only item; its own loading leaves them out."""
 _EMPTY: dict[str, Any] = {"None": None, "Dict": dict, "List": list, "Tuple": tuple,
@@ -40,11 +41,13 @@ def _item(root: Path, item: str) -> Any:
     folder = root / item
     if (folder / TREE).exists():
         return _tree_state(root, item)
-    if (folder / JSON_ITEM).is_file():
-        return read_json(root, f"{item}/{JSON_ITEM}")
+    for name in JSON_ITEMS:
+        if (folder / name).is_file():
+            return read_json(root, f"{item}/{name}")
     raise FormatError(
         f"{folder} is an item that no tree describes: written by a handler of its own, or by a "
-        "version of Orbax before there was one. Load it with Orbax and save it again as a tree."
+        "version of Orbax before there was one. Load it with Orbax and save it again as a tree; "
+        "other items can be opened by their own folders."
     )
 
 

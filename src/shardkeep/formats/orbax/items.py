@@ -57,33 +57,42 @@ def is_checkpoint(path: Path) -> bool:
     try:
         if not path.is_dir():
             return False
-        for name, key in ((TREE, b'"tree_metadata"'), (CHECKPOINT, b'"item_handlers"')):
-            if (path / name).is_file() and key in read_exactly(path / name, 0, _some(path / name)):
-                return True
-        return bool(_steps(path))
+        if _says(path / TREE, b'"tree_metadata"') or _says(path / CHECKPOINT, b'"item_handlers"'):
+            return True
+        return bool(_steps(path) or _trees(path))
     except (CheckpointError, OSError, ValueError):
         return False
 
 
-def _some(path: Path) -> int:
-    return min(4096, regular_size(path))
+def _says(path: Path, key: bytes) -> bool:
+    return path.is_file() and key in read_exactly(path, 0, min(4096, regular_size(path)))
+
+
+def _folders(path: Path) -> list[str]:
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir())
+
+
+def _trees(path: Path) -> list[str]:
+    """Names of items that are trees: before version 0.10 nothing else said what a step holds."""
+    return [name for name in _folders(path) if _says(path / name / TREE, b'"tree_metadata"')]
 
 
 def _steps(path: Path) -> list[str]:
     """Names of steps, where this is a manager's folder."""
-    with os.scandir(path) as entries:
-        found = [
-            entry.name
-            for entry in entries
-            if entry.is_dir() and (path / entry.name / CHECKPOINT).is_file()
-        ]
-    return sorted(found, key=lambda name: (len(name), name))
+
+    def is_step(name: str) -> bool:
+        if (path / name / CHECKPOINT).is_file():
+            return True
+        old = name[-1].isdecimal() and UNFINISHED not in name
+        return old and ((path / name / TREE).is_file() or bool(_trees(path / name)))
+
+    return sorted(filter(is_step, _folders(path)), key=lambda name: (len(name), name))
 
 
 def items_of(root: Path) -> list[str]:
     """Names of the items, or `[""]` where the directory is one itself."""
-    if UNFINISHED in root.name:
-        raise FormatError(f"{root} is a save of Orbax that was not finished; choose another step")
+    _refuse_unfinished(root)
     if (root / TREE).exists():
         return [""]
     if not (root / CHECKPOINT).exists():
@@ -93,7 +102,12 @@ def items_of(root: Path) -> list[str]:
                 f"{root} is a folder of steps, not a checkpoint. Name a step, as in "
                 f"{root / steps[-1]}; there are {len(steps)}."
             )
-        raise FormatError(f"{root} holds no metadata of Orbax")
+        if not _trees(root):
+            raise FormatError(f"{root} holds no metadata of Orbax")
+        names = _folders(root)
+        for name in names:
+            _refuse_unfinished(root / name)
+        return names
     told = read_json(root, CHECKPOINT).get("item_handlers")
     names = sorted(told) if isinstance(told, dict) else []
     for name in names:
@@ -105,6 +119,11 @@ def items_of(root: Path) -> list[str]:
     if not names:
         raise CorruptionError(f"{root}: nothing but metadata is there; copy all of it")
     return names
+
+
+def _refuse_unfinished(path: Path) -> None:
+    if UNFINISHED in path.name:
+        raise FormatError(f"{path} is a save of Orbax that was not finished; choose another step")
 
 
 def read_json(root: Path, name: str) -> dict[str, Any]:
