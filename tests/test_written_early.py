@@ -389,6 +389,23 @@ def test_an_array_that_is_another_one_than_before(tmp_path, eager, written):
     assert {f"data/{name}" for name in os.listdir(tmp_path / "2/data")} == named
 
 
+def test_an_array_that_becomes_another_one_meanwhile(tmp_path, eager):
+    """The plan is found not to fit when some of it is written already."""
+    state = {**large_state(), "swapped": np.arange(600, dtype=">f8")}
+
+    def reshape(done, total):
+        state["swapped"].shape = (20, 30)
+
+    with shardkeep.Checkpointer() as keeper:
+        for step in range(2):
+            base = tmp_path / str(step - 1) if step else None
+            keeper.save(state, tmp_path / str(step), base=base)
+        state["w1"] += 1
+        keeper.save(state, tmp_path / "2", base=tmp_path / "1", progress=reshape)
+    assert state["swapped"].shape == (20, 30)
+    assert_holds(tmp_path / "2", {**state, "swapped": state["swapped"].astype("<f8")})
+
+
 def test_only_whole_blocks_of_what_lies_in_memory_are_looked_at(tmp_path, eager, monkeypatch):
     """Never a byte beside a chunk; and every chunk that has such a block is told."""
     sizes = [BLOCK, 3 * BLOCK, BLOCK + 64, 2 * BLOCK - 64, 5 * BLOCK + 1, 2 * BLOCK, BLOCK // 2]

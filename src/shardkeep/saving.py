@@ -106,13 +106,15 @@ class Saving:
         self._place = Place(coordinator.rank, coordinator.world_size)
         self._clock = _Clock()
         self._planning: Planning | None = None
+        self._is_stale = False
+        """Whether this rank found, before it wrote, that the plan does not fit its state."""
 
     def prepare(self) -> SavePlan:
         """Set up storage and plan, on all ranks."""
         coordinator, writer, place = self._coordinator, self.writer, self._place
         memory = coordinator.memory.setdefault("plan", PlanMemory())
         planning = Planning(self._state, writer, self.planner, coordinator, memory)
-        self._planning, self._clock = planning, _Clock()
+        self._planning, self._clock, self._is_stale = planning, _Clock(), False
 
         def ask() -> bytes:
             self._look_back()
@@ -153,6 +155,8 @@ class Saving:
 
         def write() -> None:
             nonlocal results
+            if self._is_stale:
+                return
             with contextlib.suppress(StalePlan):
                 try:
                     share = plan if shared is None else writer.use_shared(plan, shared)
@@ -196,7 +200,8 @@ class Saving:
             try:
                 return writer.compare_data(plan, planner)
             except StalePlan:
-                return b""  # it is found again when this is written
+                self._is_stale = True
+                return b""
             except SaveCancelled:
                 if not is_cancelled():
                     raise
