@@ -381,6 +381,8 @@ def test_interrupt(tmp_path, operation, name, before):
         save(place, 2, open_store=lambda root: Interrupting(root, operation, name, before))
     committed = operation == "unlink" or (operation == "rename" and not before)
     assert generation_at(place) == (2 if committed else 1)
+    if operation == "create":
+        assert_clean(place)
     collect_garbage(LocalStore(place), stale_s=0)
     assert_clean(place)
     assert generation_at(place) == (2 if committed else 1)

@@ -130,15 +130,15 @@ class FileWriter:
         content: ContentDigests | None = None,
         durable: Callable[[], None] = lambda: None,
     ) -> str:
-        """Write a new file; returns its root digest. Its name joins `written` once it exists.
+        """Write a new file; returns its root digest. Its name joins `written` before it exists.
 
         `durable` is called once it is, which may be after this returns.
         """
         if self._stopped:
             raise Abandoned
         with storage_errors(f"writing {self._store.root / name}"):
+            written.append(name)  # an interrupt may come as soon as it is there
             file = self._store.create(name)
-            written.append(name)
             try:
                 file.allocate(layout.file_size)
                 direct = layout.file_size >= DIRECT_FROM and file.begin_direct()

@@ -69,7 +69,7 @@ class DataFiles:
     """Knows what need not be written again."""
 
     def write(self, files: FileWriter, written: list[str]) -> list[Written]:
-        """Write all of them; each name joins `written` once its file exists."""
+        """Write all of them; each name joins `written` before its file exists."""
         out: list[Written] = [None] * len(self.plans)  # type: ignore[list-item]
 
         def write(number: int) -> None:
