@@ -372,6 +372,25 @@ def test_a_snapshot_that_changes_nothing_is_warned_of(tmp_path, caplog):
         assert "bit-equal" not in caplog.text
 
 
+def test_the_same_beside_one_base_is_warned_of(tmp_path, caplog):
+    state = some_state()
+    with shardkeep.Checkpointer() as keeper:
+
+        def save(step):
+            caplog.clear()
+            keeper.async_save(state, tmp_path / str(step), base=tmp_path / "0").result()
+            return "bit-equal" in caplog.text
+
+        keeper.async_save(state, tmp_path / "0").result()
+        state["w00"] += 1
+        assert [save(1), save(2)] == [False, True]
+        state["w00"] -= 1
+        state["w01"] += 1
+        assert [save(3), save(4)] == [False, True]
+        state["w00"], state["w01"] = state["w01"], state["w00"]
+        assert not save(5)
+
+
 def test_a_cancelled_one_on_several_ranks(tmp_path):
     frozen, moving = np.random.default_rng(0).standard_normal((64, 9000)), np.ones((64, 20))
 

@@ -478,6 +478,15 @@ class NativeWriter(StorageWriter):
     def _file_metadata(self) -> dict[str, str]:
         return {"format": "pt", "shardkeep": "1", "save_id": self.save_id}
 
+    def _content_beside(self, layout: Layout) -> str:
+        """That of what is written, of the files that are kept, and of where each chunk lies: equal
+        where the same was written beside the same."""
+        assert layout.chunks.file is not None
+        assert layout.chunks.start is not None
+        kept = " ".join(row.root for row in layout.kept).encode()
+        places = layout.chunks.file.tobytes() + layout.chunks.start.tobytes()
+        return self._algorithm.digest(self.content.encode() + kept + places).hex()
+
     # --- finish
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> Metadata:
@@ -491,9 +500,8 @@ class NativeWriter(StorageWriter):
         ]
         self.content = " ".join(report.content for report in reports)
         if self._layout.kept:
-            # What is written says nothing of what is kept: equal to the base, or to nothing.
             changed = any(plan.count for plan in self._layout.files)
-            self.content = self.save_id if changed else unchanged(self.base)
+            self.content = self._content_beside(self._layout) if changed else unchanged(self.base)
         files = tuple(
             FileRow(plan.name(self.save_id), r.size, r.payload, r.root, r.values, r.chunks)
             for plan, r in zip(self._layout.files, reports, strict=True)
