@@ -142,3 +142,15 @@ def test_a_process_of_multiprocessing_completes_its_save(tmp_path, start, end, c
     process.join(60)
     assert process.exitcode == code
     assert shardkeep.verify(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_a_process_of_multiprocessing_reports_once(tmp_path, monkeypatch, capfd, start):
+    monkeypatch.setenv("SHARDKEEP_EXIT_TIMEOUT_S", "0.3")
+    work = SLOW.format(path=str(tmp_path / "a"), end="", how="async_save", pause=3600)
+    method = multiprocessing.get_context(start)
+    process = method.Process(target=exec, args=(work, {"__name__": "work"}))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert capfd.readouterr().err.count("the program ended before") == 1

@@ -85,6 +85,8 @@ class Background:
         self._content = ("", "")
         """Digest of all tensors of the last save, and where it went; on the coordinator."""
         self._group_memory = group.memory
+        self.given_up = False
+        """Whether its save was reported at the end of the program, which waits for it no longer."""
 
     def _begin(self) -> None:
         """Wait until nothing uses the arena; and be waited for when the group is let go of, and
@@ -281,12 +283,13 @@ def _end_processes() -> None:
 @atexit.register
 def _complete_all() -> None:
     """The program ends: saves that are running are completed, or reported."""
-    running = [background for background in list(_alive) if background.is_busy]
+    running = [one for one in list(_alive) if one.is_busy and not one.given_up]
     if not running:
         return
     deadline = time.monotonic() + exit_timeout_s()
     for background in running:
         if not background.wait(max(0.0, deadline - time.monotonic())):
+            background.given_up = True  # this may be asked for twice
             text = f"the program ended before {background.where} was saved"
             print(f"shardkeep: {text}", file=sys.stderr)
             if log.hasHandlers():
