@@ -183,6 +183,30 @@ def test_all_ranks_learn_what_became_of_a_deletion(processes, tmp_path):
     assert processes.run(WORLD, delete, str(tmp_path)) == [[6]] * WORLD
 
 
+ASKED = [
+    lambda manager, target, rank: manager.restore(target, 4 if rank == 2 else 6),
+    lambda manager, target, rank: manager.restore(target, 4 if rank == 2 else None),
+    lambda manager, target, rank: manager.restore(target, fall_back=rank != 2),
+    lambda manager, target, rank: manager.restore(target, drop_newer=rank == 2),
+    lambda manager, target, rank: manager.delete(4 if rank == 2 else 6),
+]
+
+
+def differ(rank, root, number):
+    manager = CheckpointManager(root)
+    target = state(rank, WORLD, 0)
+    with pytest.raises(PlanError, match=r"on rank 0 and .* on rank 2"):
+        ASKED[number](manager, target, rank)
+    assert is_state(target, rank, WORLD, 0)
+    return manager.restore(target).step
+
+
+@pytest.mark.parametrize("number", range(len(ASKED)))
+def test_ranks_that_ask_for_different_things_are_told(processes, tmp_path, number):
+    processes.run(WORLD, train, WORLD, str(tmp_path), None, 6)
+    assert processes.run(WORLD, differ, str(tmp_path), number) == [6] * WORLD
+
+
 # --- what one rank refuses, all refuse at once
 
 

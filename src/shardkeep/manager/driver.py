@@ -350,6 +350,7 @@ class CheckpointManager(RunFolder, Closing):
         if self._handle is not None:
             wait([self._handle])  # it reads what would be loaded into, and may become the newest
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
+        self._agree_on("restores", step, fall_back=falls, drop_newer=drop_newer)
         bases, self._bases = self._bases, []  # until it is known that none is damaged
         found = restore(
             state,

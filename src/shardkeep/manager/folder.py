@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from shardkeep.checkpointer import Checkpointer
+from shardkeep.coordination import check_same, encode_asked
 from shardkeep.errors import CheckpointNotFoundError, StorageError
 from shardkeep.manager.cleaning import Cleaned, clean, joined_cleaned
 from shardkeep.manager.keeping import KeepPolicy, best_step, find_best
@@ -112,7 +113,21 @@ class RunFolder:
             self._deleted(step)
             return b""
 
+        self._agree_on("deletions", step, force=force)
         self._keeper.coordinator.lead("delete", lead)
+
+    def _agree_on(self, what: str, step: int | None, **asked: object) -> None:
+        """Ranks must have been asked for the same thing: one of them decides for all."""
+
+        def tell() -> bytes:
+            return encode_asked({"step": None if step is None else int(step), **asked})
+
+        def join(told: list[bytes]) -> list[bytes]:
+            check_same(told, what)
+            return [b""] * len(told)
+
+        coordinator = self._keeper.coordinator
+        coordinator.gather_scatter(f"compare {what}", tell, join)
 
     def _remove(self, steps: Sequence[int], *, force: bool) -> None:
         for tier, done in self._remove_all(steps, force=force):
