@@ -104,6 +104,7 @@ def test_every_kind_of_tensor_and_value_is_read(tmp_path, zipped):
     assert_same(found.state, state, path)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "stream"])
 def test_every_protocol_is_known_by_its_content(tmp_path, zipped, protocol):
