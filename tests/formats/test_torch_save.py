@@ -170,6 +170,13 @@ def test_attributes_of_tensors_and_dicts_are_left_out(tmp_path):
     assert type(state["d"]) is collections.OrderedDict
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_program_of_torchscript_is_named(tmp_path):
+    torch.jit.script(torch.nn.Linear(2, 2)).save(str(tmp_path / "program.pt"))
+    with pytest.raises(FormatError, match="TorchScript"):
+        shardkeep.open(tmp_path / "program.pt")
+
+
 class OfAnAccelerator:
     """Pickled as torch pickles a tensor that numpy has to carry."""
 

@@ -20,7 +20,7 @@ from shardkeep.foreign.numpy_stand_ins import NumpyArray, NumpyDType, NumpyType
 from shardkeep.foreign.stand_ins import Record, Uuid
 from shardkeep.foreign.tables import InMemory
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage, StorageType, TensorView, TorchName
-from shardkeep.foreign.torch_zip import Archive
+from shardkeep.foreign.torch_zip import PROGRAM, Archive
 
 __all__ = [
     "Finishing",
@@ -66,9 +66,7 @@ class Members:
             raise FormatError(f"{archive.where}: a zip archive, but not one of torch.save")
         self.folder = found[0].removesuffix(PICKLE)
         if f"{self.folder}constants.pkl" in archive.entries:
-            raise FormatError(
-                f"{archive.where} is a TorchScript program; save the module's state_dict instead"
-            )
+            raise FormatError(f"{archive.where} {PROGRAM}")
         order = f"{self.folder}byteorder"
         if order in archive.entries and archive.read(order, 16).strip() != b"little":
             raise FormatError(

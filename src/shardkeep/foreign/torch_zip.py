@@ -16,7 +16,10 @@ from dataclasses import dataclass
 
 from shardkeep.errors import CorruptionError, FormatError
 
-__all__ = ["Archive", "Entry"]
+__all__ = ["PROGRAM", "Archive", "Entry"]
+
+PROGRAM = "is a TorchScript program; save the module's state_dict instead"
+"""What is wrong with an archive that has code in it."""
 
 Read = Callable[[int, int], bytes]
 """Bytes of a file from a position on; fewer only where it ends."""
@@ -141,6 +144,8 @@ class Archive:
             if _FULL in (packed, size, header):
                 extra = data[end : end + extra_len]
                 size, packed, header = self._large(extra, size, packed, header)
+            if name.partition("/")[2].startswith("code/"):
+                raise FormatError(f"{self.where} {PROGRAM}")
             if method or flags & 1 or packed != size:
                 raise FormatError(
                     f"{self.where}: {name:.100} is compressed or encrypted, which torch.save never "

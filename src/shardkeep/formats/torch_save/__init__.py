@@ -35,15 +35,15 @@ def recognises(path: Path) -> bool:
     head = beginning(path, FRONT + len(LEGACY))
     if is_stream(head):
         return True
-    # The first entry of an archive is its pickle, in a folder.
-    return head.startswith(ZIP) and _names_a_pickle(path)
+    # The first entry of an archive is its pickle, in a folder; that of a program may be data.
+    return head.startswith(ZIP) and _is_of_torch(path)
 
 
-def _names_a_pickle(path: Path) -> bool:
+def _is_of_torch(path: Path) -> bool:
     head = beginning(path, 1024)
     length = int.from_bytes(head[26:28], "little")
     name = head[30 : 30 + length]
-    return name.endswith(b"/data.pkl") or name.endswith(b"/version")
+    return name.partition(b"/")[2].startswith((b"data.pkl", b"data/", b"version"))
 
 
 def find(path: Path) -> Found:
