@@ -269,7 +269,8 @@ def test_where_no_checkpoint_of_ours_is_the_code_is_2(tmp_path):
         name, *rest = command
         message = failed(2, name, tmp_path / "nothing", *rest)
         assert message.startswith("error: no checkpoint at ")
-        assert "not of Shardkeep" in failed(2, name, tmp_path / "theirs", *rest)
+        message = failed(2, name, tmp_path / "theirs", *rest)
+        assert "not of Shardkeep, and not all of it: there is .metadata" in message
     assert failed(2, "gc", tmp_path / "nothing").startswith("error: ")
 
 

@@ -30,6 +30,7 @@ from shardkeep.errors import (
     FormatError,
     StorageError,
 )
+from shardkeep.foreign.detecting import detect, seen
 from shardkeep.formats.native.commit import read_record_bytes, refuse_linked_data
 from shardkeep.formats.native.foreign import foreign_format
 from shardkeep.formats.native.index import Index
@@ -155,8 +156,9 @@ class NativeReader(RegionReader):
     def _say_foreign(self) -> None:
         other = foreign_format(self._store)
         if other is not None:
+            rest = "" if detect(self.root) else f", and not all of it: there is {seen(self.root)}"
             raise FormatError(
-                f"{self.root} seems to hold a checkpoint of {other}, not of Shardkeep"
+                f"{self.root} seems to hold a checkpoint of {other}, not of Shardkeep{rest}"
             )
 
     def announcement(self) -> bytes:
