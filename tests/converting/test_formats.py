@@ -1,6 +1,9 @@
 """From our format into every other and back, and what their own libraries make of it."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -93,6 +96,28 @@ def test_what_a_format_cannot_hold_is_refused_before_anything_is_written(tmp_pat
     with pytest.raises(shardkeep.UnsupportedValueError, match="x"):
         shardkeep.convert(tmp_path / "source", tmp_path / "made", to="torch-dcp")
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize("to", ["torch-save", "torch-dcp", "hyper-parallel"])
+def test_every_process_writes_the_same_files(tmp_path, to):
+    """Sets of texts have another order in each; what was killed is gone on with in the next."""
+    members = {"a", "bb", "ccc", "dddd", "eeeee"}
+    frozen = {} if to == "torch-save" else {"frozen": frozenset(members)}
+    shardkeep.save({"w": np.ones(3), "set": members, **frozen}, tmp_path / "source", no_dist=True)
+    code = "import sys, shardkeep; shardkeep.convert(sys.argv[1], sys.argv[2], to=sys.argv[3])"
+    found = []
+    for seed in ("1", "2"):
+        made = tmp_path / seed
+        subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "source", made, to],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            timeout=60,
+        )
+        files = [made] if made.is_file() else sorted(made.iterdir())
+        found.append([(file.relative_to(made), file.read_bytes()) for file in files])
+    assert found[0] == found[1]
+    assert shardkeep.diff(tmp_path / "source", made).same
 
 
 def test_a_cut_file_of_another_system_leaves_nothing(source, tmp_path):

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from shardkeep import values
 from shardkeep.boxes import strides as row_major
 from shardkeep.dtypes import TABLE, lookup
 from shardkeep.errors import UnsupportedValueError
@@ -104,9 +105,11 @@ class Pickling:
             self.name("collections", "Counter")
             self.value((dict(value),), path, depth + 1)
             self._out += b"R"
-        elif kind is set:
-            self.name("builtins", "set")
-            self.value((list(value),), path, depth + 1)
+        elif kind is set or (kind is frozenset and not self._weights_only):
+            # In an order that the next process has too: a convert may be gone on with there.
+            self.name("builtins", kind.__name__)
+            ordered = sorted(value, key=lambda member: values.encode(member, where=path))
+            self.value((ordered,), path, depth + 1)
             self._out += b"R"
         elif isinstance(value, Written):
             value.write(self)
