@@ -202,6 +202,10 @@ def gadgets() -> dict[str, bytes]:
             pickle.dumps(3**300_000, 2)[2:-1] + b"\x94" + glob("fractions", "Fraction")
             + b"\x94](" + b"h\x01h\x00h\x00\x86R" * 20_000 + b"e"
         ),
+        "paths of many parts": p4(
+            b"(" + u("") * 900 + b"t\x940" + glob("pathlib", "PurePosixPath")
+            + b"\x94](" + b"h\x01h\x00R" * 20_000 + b"e"
+        ),
         "a long key of a storage": p4(
             b"(" + u("storage") + glob("torch", "FloatStorage") + b"X" + struct.pack("<I", 10**6)
             + b"0" * 10**6 + u("cpu") + b"K\x04tQ"

@@ -287,6 +287,7 @@ class _Machine:
         if self.containers < 0:
             raise self.heavy()
         if args:
+            self.room -= len(args) * _ARGUMENT
             self.charge(args)
             if function.name in _HASHING:
                 for argument in args:
@@ -537,6 +538,8 @@ _SIZED: Final[dict[type, int]] = {
     dict: 50, OrderedDict: 100, Counter: 50, set: 50, frozenset: 50,
 }  # fmt: skip
 _DICT: Final = _SIZED[dict]
+_ARGUMENT: Final = 64
+"""The same for each argument of a call: a path takes its parts apart, be they empty."""
 _OF_NUMBERS: Final = frozenset({"torch.Size"})
 """Called with a tuple of numbers, these give what never changes, so that it may be shared."""
 _HASHING: Final = frozenset(
