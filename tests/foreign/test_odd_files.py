@@ -4,6 +4,7 @@ import contextlib
 import io
 import pickle
 import struct
+import time
 import zipfile
 
 import numpy as np
@@ -317,6 +318,18 @@ def test_parts_of_other_dimensions(tmp_path):
         stored = StoredTensor("int8", (2, 2), (part,))
         with pytest.raises(FormatError, match="a has a part"):
             tables_of(Found("x", tmp_path, {"a": stored}))
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_tensors_of_many_parts_are_covered_each_element_once(tmp_path, count):
+    (tmp_path / "f").write_bytes(bytes(count))
+    parts = tuple(Part((at,), (1,), Raw("f", at)) for at in range(count))
+    begun = time.thread_time()
+    tables_of(Found("x", tmp_path, {"a": StoredTensor("int8", (count,), parts)}))
+    for wrong in (parts[:-1], (*parts[:-1], parts[0])):
+        with pytest.raises(CorruptionError, match="parts of a, "):
+            tables_of(Found("x", tmp_path, {"a": StoredTensor("int8", (count,), wrong)}))
+    assert time.thread_time() - begun < 8  # and not 18
 
 
 @pytest.mark.parametrize("name", ["half \ud800", "\udfff"])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.boxes import Gap, Overlap, tiling_fault
+from shardkeep.boxes import Gap, Overlap, tiled, tiling_fault
 from shardkeep.columns import Boxes
 from shardkeep.dtypes import lookup
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
@@ -32,6 +33,8 @@ from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, Va
 
 __all__ = ["ODD", "Tables", "tables_of"]
 
+_NAMED = 1024
+"""Parts of a tensor of which those that are at fault are told: finding them in more takes long."""
 ODD = -1
 """In place of a file's number: a part that must be worked out; `start` says which."""
 
@@ -245,6 +248,15 @@ class _Parts:
         matrix = (len(parts), ndim)
         offsets = np.array([part.offsets for part in parts], np.int64).reshape(matrix)
         sizes = np.array([part.sizes for part in parts], np.int64).reshape(matrix)
+        if len(parts) > _NAMED:
+            boxes = Boxes.of([ChunkStorageMetadata(part.offsets, part.sizes) for part in parts])
+            shape, rows = np.array(tensor.shape, np.int64), np.zeros(len(parts), np.int64)
+            if tiled(np.array([0, ndim]), shape, rows, boxes, secrets.randbits(62))[0]:
+                return
+            raise CorruptionError(
+                f"{self.where}: of the {len(parts)} parts of {name}, some overlap or are missing",
+                names=(name,),
+            )
         fault = tiling_fault(tensor.shape, offsets, sizes)
         if isinstance(fault, Gap):
             text = f"nothing covers {fault.box.offsets} to the extent of {fault.box.sizes}"
