@@ -161,6 +161,14 @@ def test_fields_that_are_not_known_are_passed_over(tmp_path):
     assert arrays_of(found)["a"].tolist() == [4, 5]
 
 
+@pytest.mark.parametrize("kind", ["Int4", "QInt4x2", "Float8E4M3FN", "HiFloat8"])
+def test_types_that_are_not_read_are_named(tmp_path, kind):
+    path = put(tmp_path, value("w", (2,), kind, b"\1\2"))
+    assert mindspore.recognises(path)
+    with pytest.raises(FormatError, match=f"w in .* type '{kind}'"):
+        mindspore.find(path)
+
+
 def test_texts_without_end_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(ckpt, "_MAX_TEXT", 12)
     made = value("a", (0,), "str", "abc".encode("utf-32-le"))

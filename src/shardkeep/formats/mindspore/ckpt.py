@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -35,6 +36,9 @@ DTYPES = {
     )
 }  # fmt: skip
 """MindSpore's names of element types to ours."""
+
+_KIND = re.compile(r"Q?U?Int\d\w*|(B|Hi)?Float\d\w*|Complex\d+|Bool|str", re.ASCII)
+"""What MindSpore calls types of elements, those that are not read among them."""
 
 Leaf = StoredTensor | str | list[StoredTensor]
 
@@ -71,7 +75,7 @@ def is_ckpt(path: Path) -> bool:
             first = next(iter(_values(file, size)))
     except (CheckpointError, Damaged, OSError, StopIteration):
         return False
-    return all(t.kind in DTYPES or t.kind in TABLE or t.kind == "str" for t in first.tensors)
+    return all(_KIND.fullmatch(t.kind) or t.kind in TABLE for t in first.tensors)
 
 
 def read_ckpt(path: Path) -> dict[str, Leaf]:
