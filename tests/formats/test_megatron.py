@@ -169,6 +169,12 @@ def test_other_backends_and_broken_configs(root, text):
     refused(root)
 
 
+def test_a_broken_config_does_not_make_it_a_checkpoint_of_torch(root):
+    (root / "metadata.json").write_text("{")
+    with pytest.raises(CorruptionError, match=r"metadata\.json is not valid JSON"):
+        shardkeep.open(root)
+
+
 def test_the_backend_that_is_not_read_is_named(root):
     (root / "metadata.json").write_text(json.dumps({"sharded_backend": "fsdp_dtensor"}))
     refused(root, FormatError, "fsdp_dtensor")

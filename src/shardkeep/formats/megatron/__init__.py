@@ -25,10 +25,10 @@ CONFIG = "metadata.json"
 def recognises(path: Path) -> bool:
     """Whether Megatron says that it wrote this, or its common state lies beside torch's files."""
     try:
+        if (path / COMMON).is_file() and is_checkpoint(path):
+            return True  # though what it says of itself may be damaged
         told = json.loads(beginning(path / CONFIG, 65536) or b"{}")
-        if isinstance(told, dict) and isinstance(told.get("sharded_backend"), str):
-            return True
-        return (path / COMMON).is_file() and is_checkpoint(path)
+        return isinstance(told, dict) and isinstance(told.get("sharded_backend"), str)
     except (OSError, ValueError, RecursionError):
         return False
 
