@@ -1,5 +1,7 @@
 """`diff`: what differs is found, and what is equal is not read twice."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -35,6 +37,16 @@ def test_a_copy_is_the_same_and_is_not_read(tmp_path):
     assert report.known_bytes == report.nbytes > 0
 
 
+@pytest.fixture
+def few_digits():
+    """Python's own limit, which some libraries lift for all of the process."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(4300)
+    yield
+    sys.set_int_max_str_digits(before)
+
+
+@pytest.mark.usefixtures("few_digits")
 def test_integers_of_any_size(tmp_path):
     one = {"same": 10**5000, "other": [10**5000]}
     two = {"same": 10**5000, "other": [10**5000 + 1]}
