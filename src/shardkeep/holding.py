@@ -180,6 +180,7 @@ class Holding:
         """Work out forms and ties; refuses what cannot be stored, by name."""
         names, known = self.flat.structure.names, dict[Hashable, int]()
         self.look.forms, form = [], []
+        distinct: list[Hashable | None] = []
         for row, glance in enumerate(self.look.glances):
             number = None if glance is None else known.get(glance)
             if number is None:
@@ -190,10 +191,13 @@ class Holding:
                 _check_declared(made, place, name)
                 number = len(self.look.forms)
                 self.look.forms.append(made)
+                distinct.append(glance)
                 if glance is not None:
                     known[glance] = number
             form.append(number)
         self.look.form = np.array(form, np.int64)
+        # Kept until the next save: one of each, not one for each tensor.
+        self.look.glances = [distinct[number] for number in form]
         self.look.alias_of = self.find_ties()
 
     def find_ties(self) -> list[int]:
