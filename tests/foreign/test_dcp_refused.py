@@ -1,6 +1,7 @@
 """What torch's metadata and its safetensors may not say, each part of it alone."""
 
 import json
+import re
 
 import pytest
 
@@ -210,6 +211,13 @@ def test_entries_that_no_header_has(row):
         parse_header(data, "here", len(data) + 4)
     data = header({**good, "__metadata__": {"k": 1}})
     with pytest.raises(FormatError, match="metadata is not text"):
+        parse_header(data, "here", len(data) + 4)
+
+
+@pytest.mark.parametrize("dtype", ["F33", "", None, ["F32"]])
+def test_an_entry_of_an_unknown_dtype_is_named(dtype):
+    data = header({"a": {"dtype": dtype, "shape": [1], "data_offsets": [0, 4]}})
+    with pytest.raises(FormatError, match=f"entry 'a' has the dtype {re.escape(repr(dtype))}"):
         parse_header(data, "here", len(data) + 4)
 
 

@@ -100,6 +100,8 @@ def _entry(key: str, row: Any, base: int, file_end: int) -> Entry:
         raise ValueError(f"entry {key!r} has a shape that no tensor has")
     if type(start) is not int or type(stop) is not int or not 0 <= start <= stop:
         raise ValueError(f"entry {key!r} lies at {start} to {stop}")
+    if type(dtype) is not str or dtype not in CODE_BITS:
+        raise ValueError(f"entry {key!r} has the dtype {dtype!r}, which safetensors does not know")
     # Python's integers: a product of extents may be past any number of bits.
     if (stop - start) * 8 != math.prod(shape) * CODE_BITS[dtype] or base + stop > file_end:
         raise ValueError(f"entry {key!r} is not as long as its shape, or past the end")
