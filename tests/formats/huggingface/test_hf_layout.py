@@ -143,3 +143,16 @@ def test_what_is_beside_the_state_becomes_text(tmp_path):
     write_out(lay_out(outline, single_file=True), tmp_path / "f.safetensors", None)
     with safe_open(tmp_path / "f.safetensors", "np") as file:
         assert file.metadata() == {"format": "pt", "run": "x", "loss": "0.5"}
+
+
+def test_what_is_beside_the_state_makes_no_tie(tmp_path, caplog):
+    """A tensor called as a text beside the state had that text's key as its other name."""
+    made = {"w": np.arange(2.0), "3": np.arange(3.0)}
+    tensors = {name: OutTensor(name, "float64", array.shape) for name, array in made.items()}
+    outline = outline_of(tensors, user_metadata={"best": "w", "step": 3, "run": "x"})
+    write_out(lay_out(outline), tmp_path, lambda tensor: made[tensor.name])
+    found = find(tmp_path)
+    assert set(found.state) == {"w", "3"}
+    assert found.user_metadata["run"] == "x"
+    assert "'best' is left out" in caplog.text
+    assert "'step' is left out" in caplog.text

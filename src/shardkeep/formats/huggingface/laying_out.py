@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Container
 from typing import Any, Literal
 
 from shardkeep.errors import UnsupportedValueError
@@ -20,6 +22,8 @@ from shardkeep.formats.huggingface.shards import (
 )
 
 __all__ = ["lay_out"]
+
+log = logging.getLogger("shardkeep")
 
 _OF_THE_FILES = ("format", "total_size", "total_parameters", SHARDING)
 """What the metadata says of the files, which are now others."""
@@ -52,7 +56,7 @@ def lay_out(
         max_shard_size=1 << 62 if single_file else max_shard_size,
         stem=stem,
         ties=ties,
-        metadata=_texts(outline),
+        metadata=_texts(outline, by_name),
     )
     if single_file and len(shards) > 1:
         raise UnsupportedValueError("so many names do not fit into the header of a single file")
@@ -64,15 +68,19 @@ def lay_out(
     return files
 
 
-def _texts(outline: Outline) -> dict[str, str]:
-    """What is kept beside the state, as text: nothing else has a place in a header."""
+def _texts(outline: Outline, names: Container[str]) -> dict[str, str]:
+    """What is kept beside the state, as text: nothing else has a place in a header. Nor has the
+    name of a tensor: it says that the key is another name of it."""
 
     def text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
-    return {
+    texts = {
         key: text(value) for key, value in outline.user_metadata.items() if key not in _OF_THE_FILES
     }
+    for key in [key for key, value in texts.items() if value in names]:
+        log.warning("user metadata %r is left out: a tensor is called %s", key, texts.pop(key))
+    return texts
 
 
 def _out_file(shard: Shard, by_name: dict[str, OutTensor], name: str) -> OutFile:
