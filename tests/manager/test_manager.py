@@ -293,6 +293,16 @@ def test_delete(tmp_path):
     assert names(tmp_path) == []
 
 
+@pytest.mark.parametrize("step", ["latest", 2**64])
+def test_what_is_no_step_is_not_there(tmp_path, step):
+    fill(tmp_path, [10])
+    manager = CheckpointManager(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=f"no step {step}"):
+        manager.delete(step)
+    with pytest.raises(CheckpointNotFoundError, match=f"no step {step}"):
+        manager.restore(blank(), step)
+
+
 def test_retention_leaves_what_is_pinned_until_it_is_not(tmp_path):
     with CheckpointManager(tmp_path, keep=1) as manager:
         for step in (1, 2, 3):

@@ -120,7 +120,7 @@ class RunFolder:
         """Ranks must have been asked for the same thing: one of them decides for all."""
 
         def tell() -> bytes:
-            return encode_asked({"step": None if step is None else int(step), **asked})
+            return encode_asked({"step": None if step is None else str(step), **asked})
 
         def join(told: list[bytes]) -> list[bytes]:
             check_same(told, what)
