@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError, wait
@@ -33,6 +34,7 @@ class SaveHandle(Future[SaveResult]):
         """Whether it was never begun, because another was running: `on_overlap="skip"`."""
         self._cancelling = threading.Event()
         self._seen = False
+        self._process = os.getpid()
 
     @property
     def staging_completion(self) -> Future[None]:
@@ -107,6 +109,12 @@ class SaveHandle(Future[SaveResult]):
     def is_cancelling(self) -> bool:
         """Whether somebody asked for an end."""
         return self._cancelling.is_set()
+
+    def wait_ended(self) -> None:
+        """Until it has ended, whatever became of it; at once in a process that was forked
+        meanwhile, where no thread completes it."""
+        if self._process == os.getpid():
+            wait([self])
 
     def mark_seen(self) -> None:
         """Whoever must know how it ended knows."""

@@ -15,6 +15,7 @@ import time
 import numpy as np
 import pytest
 from runs import blank, damage, damage_record, fill, is_state, killed_save, state
+from slow_disks import faulty_disk
 
 import shardkeep
 from shardkeep import (
@@ -534,6 +535,26 @@ def test_a_base_that_is_still_being_saved_is_waited_for(tmp_path):
     with CheckpointManager(tmp_path, full_every=9) as manager:
         manager.async_save(1, now)
         assert manager.save(2, {**now, "step": 2}).stats["kept_bytes"] > 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("what", ["save", "restore"])
+def test_a_fork_waits_for_no_base_of_its_parent(tmp_path, what):
+    with faulty_disk() as disk, CheckpointManager(tmp_path, full_every=9) as manager:
+        manager.save(1, state(1))
+        disk.hold()
+        manager.async_save(2, state(2))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            disk.release()
+            if what == "save":
+                manager.save(3, state(3))
+            elif manager.restore(blank()).step != 1:
+                os._exit(1)
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        disk.release()
 
 
 def test_a_base_that_failed_is_no_base(tmp_path, monkeypatch):

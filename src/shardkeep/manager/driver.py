@@ -8,7 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, TypedDict, Unpack
 
 from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
@@ -177,7 +177,7 @@ class CheckpointManager(RunFolder, Closing):
         durable = durable and self._tiers.fast is not None
         path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
         if self._add_base(options, durable) and self._handle is not None:
-            wait([self._handle])  # what it saves is the base, once it is committed
+            self._handle.wait_ended()  # what it saves is the base, once it is committed
         self._hold(step)
         try:
             done = self._keeper.save(state, path, overwrite=replace, user_metadata=user, **options)
@@ -279,7 +279,7 @@ class CheckpointManager(RunFolder, Closing):
             return
         handle, before = self._begun
         if step is not None and self._reached is not None and step <= self._reached:
-            wait([handle])  # what becomes of this step depends on it, on all ranks alike
+            handle.wait_ended()  # what becomes of this step depends on it, on all ranks alike
         if not handle.done():
             return
         self._begun = None
@@ -348,7 +348,7 @@ class CheckpointManager(RunFolder, Closing):
         those that were passed over as damaged, stay. A save in the background is waited for.
         """
         if self._handle is not None:
-            wait([self._handle])  # it reads what would be loaded into, and may become the newest
+            self._handle.wait_ended()  # it reads what would be loaded into, may become the newest
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
         self._agree_on("restores", step, fall_back=falls, drop_newer=drop_newer)
         bases, self._bases = self._bases, []  # until it is known that none is damaged
@@ -412,6 +412,6 @@ class CheckpointManager(RunFolder, Closing):
         with contextlib.ExitStack() as last:
             last.callback(self._upkeep.close)
             if self._handle is not None and not self._owned:
-                wait([self._handle])
+                self._handle.wait_ended()
             if self._owned:
                 self._keeper.close()
