@@ -23,6 +23,7 @@ from shardkeep import (
     PlanError,
     StorageError,
     ThreadRanks,
+    UnsupportedValueError,
 )
 from shardkeep.dtypes import lookup
 from shardkeep.formats.native.layout import Limits
@@ -463,6 +464,15 @@ class Plain(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id):
         return False
+
+
+@pytest.mark.parametrize("call", [shardkeep.save, shardkeep.async_save])
+def test_a_storage_is_told_once_that_a_save_ends_before_it_began(monkeypatch, call):
+    told = []
+    monkeypatch.setattr(Plain, "abort", lambda self, **how: told.append(how))
+    with pytest.raises(UnsupportedValueError, match="object"):
+        call({"w": object()}, storage_writer=Plain({}))
+    assert told == [{"committing": False}]
 
 
 def by_name(kept):

@@ -110,7 +110,7 @@ class Saving:
         """Whether this rank found, before it wrote, that the plan does not fit its state."""
 
     def prepare(self) -> SavePlan:
-        """Set up storage and plan, on all ranks."""
+        """Set up storage and plan, on all ranks; inside `aborting`."""
         coordinator, writer, place = self._coordinator, self.writer, self._place
         memory = coordinator.memory.setdefault("plan", PlanMemory())
         planning = Planning(self._state, writer, self.planner, coordinator, memory)
@@ -120,20 +120,19 @@ class Saving:
             self._look_back()
             return name_host(encode_asked({"checkpoint_id": self.checkpoint_id, **self._options}))
 
-        with self.aborting():
-            answer = coordinator.gather_scatter(
-                "set up",
-                ask,
-                lambda told: _lead_set_up(told, writer, place, planning),
-            )
-            start = msgspec.msgpack.decode(answer, type=_Start)
-            writer.ranks_on_host = start.ranks_on_host
-            if place.world_size > 1:
-                coordinator.agree("see storage", lambda: _follow_set_up(writer, place, start.word))
-            self._clock.lap("set up")
-            plan = planning.plan(start.reuse)
-            self._planned(_item_bytes(plan))
-            self._clock.lap("plan")
+        answer = coordinator.gather_scatter(
+            "set up",
+            ask,
+            lambda told: _lead_set_up(told, writer, place, planning),
+        )
+        start = msgspec.msgpack.decode(answer, type=_Start)
+        writer.ranks_on_host = start.ranks_on_host
+        if place.world_size > 1:
+            coordinator.agree("see storage", lambda: _follow_set_up(writer, place, start.word))
+        self._clock.lap("set up")
+        plan = planning.plan(start.reuse)
+        self._planned(_item_bytes(plan))
+        self._clock.lap("plan")
         return plan
 
     def complete(
@@ -275,7 +274,8 @@ def run_save(saving: Saving, coordinator: Coordinator) -> SaveResult:
     """Save from every rank of the group; returns once it is committed everywhere."""
     with coordinator.call("save"):
         while True:
-            plan = saving.prepare()
+            with saving.aborting():
+                plan = saving.prepare()
             result = saving.complete(plan, saving.planner)
             if result is not None:
                 return result
