@@ -11,7 +11,7 @@ import shardkeep
 def test_every_public_name_resolves():
     for name in shardkeep.__all__:
         assert getattr(shardkeep, name) is not None
-    assert dir(shardkeep) == sorted(shardkeep.__all__)
+    assert dir(shardkeep) == sorted([*shardkeep.__all__, *shardkeep._PACKAGES])
     assert not hasattr(shardkeep, "nothing")
 
 
@@ -20,9 +20,9 @@ def test_type_checkers_see_the_same_names():
     import inspect
 
     tree = ast.parse(inspect.getsource(shardkeep))
-    block = next(n for n in tree.body if isinstance(n, ast.If))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and isinstance(n.test, ast.Name))
     typed = {alias.name for node in block.body for alias in node.names}
-    assert typed | {"__version__"} == set(shardkeep.__all__)
+    assert typed | {"__version__"} == {*shardkeep.__all__, *shardkeep._PACKAGES}
 
 
 def test_types_reach_users(tmp_path):
@@ -31,12 +31,16 @@ def test_types_reach_users(tmp_path):
         "import shardkeep\n"
         "reveal_type(shardkeep.save({}, 'x').nbytes)\n"
         "shardkeep.save({}, 'x', overwrit=True)\n"
+        "shardkeep.PerRank(1, resize=shardkeep.resizing.first)\n"
+        "shardkeep.rng.rng_state(), shardkeep.torch.guard\n"
+        "shardkeep.svae\n"
     )
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script)]
     told = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
     assert 'Revealed type is "int"' in told or "builtins.int" in told, told
     assert 'Unexpected keyword argument "overwrit"' in told
-    assert "Found 1 error" in told, told
+    assert 'Module has no attribute "svae"' in told
+    assert "Found 2 errors" in told, told
 
 
 def test_calls_can_be_repeated_after_lazy_import():

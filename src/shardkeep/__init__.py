@@ -204,24 +204,29 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> object:
-    """Import the module a public name lives in, the first time it is asked for."""
-    if name in _PACKAGES:
-        return importlib.import_module(f"shardkeep.{name}")
-    module = _HOME.get(name)
-    if module is None:
-        raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"shardkeep.{module}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers read the list below, so that they find misspelt names
+
+    def __getattr__(name: str) -> object:
+        """Import the module a public name lives in, the first time it is asked for."""
+        if name in _PACKAGES:
+            return importlib.import_module(f"shardkeep.{name}")
+        module = _HOME.get(name)
+        if module is None:
+            raise AttributeError(f"module 'shardkeep' has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"shardkeep.{module}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:
     """The public names, imported or not."""
-    return __all__
+    return [*__all__, *_PACKAGES]
 
 
 if TYPE_CHECKING:
+    from shardkeep import resizing as resizing
+    from shardkeep import rng as rng
+    from shardkeep import torch as torch
     from shardkeep.checkpoint import Checkpoint, SubView, TensorView
     from shardkeep.checkpointer import Checkpointer
     from shardkeep.converting.driver import ConvertResult, convert
