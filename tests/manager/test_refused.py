@@ -21,6 +21,7 @@ from shardkeep import (
     CheckpointExistsError,
     CheckpointManager,
     CorruptionError,
+    FormatError,
     StorageError,
     UnsupportedValueError,
 )
@@ -109,6 +110,12 @@ def test_metrics_that_are_no_mapping_are_refused(tmp_path, given):
     ):
         manager.save(1, state(1), given)
     assert not (tmp_path / "step-1").exists()
+
+
+def test_a_step_is_not_taken_for_the_run_that_holds_it(tmp_path):
+    fill(tmp_path, [10])
+    with pytest.raises(FormatError, match="is a checkpoint, and not the folder of a run"):
+        CheckpointManager(tmp_path / "step-10").restore(blank())
 
 
 def test_a_folder_that_cannot_be_listed_costs_a_warning_and_no_save(tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ def test_ls(root):
     empty.mkdir()
     assert run(0, "ls", empty) == f"{empty}: 0 steps, 0 B\n"
     assert "no directory at" in run(2, "ls", root / "nothing")
+    assert "not the folder of a run" in run(2, "ls", root / "step-10")
     assert "needs the field" in run(2, "ls", root, "--step-name", "x")
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shardkeep.errors import CheckpointError, CorruptionError, StorageError
+from shardkeep.errors import CheckpointError, CorruptionError, FormatError, StorageError
 from shardkeep.formats.native.names import RECORD
 from shardkeep.formats.native.record import MAX_RECORD, decode_head
 from shardkeep.manager.naming import StepNames
@@ -116,6 +116,11 @@ class Catalog:
             # One listing may miss both a step that is moved away and the one that takes its place.
             missed = not listing.steps and bool(listing.leaving) and names != before
             if not vanished and not missed:
+                if RECORD in names and listing == Listing():
+                    raise FormatError(
+                        f"{self.root} is a checkpoint, and not the folder of a run; pass the "
+                        "folder that holds the steps"
+                    )
                 return listing
             before = names
             time.sleep(_PAUSE_S)
