@@ -44,6 +44,8 @@ def test_defaults():
     assert checked_budget(9 << 20) == 9 << 20
     with pytest.raises(ValueError, match="memory_budget"):
         checked_budget(MINIMUM_BUDGET - 1)
+    with pytest.raises(TypeError, match="memory_budget is '1GB'; use a whole number of bytes"):
+        checked_budget("1GB")
     assert 1 <= io_threads() <= 4
     assert io_threads(1000) == 1
 

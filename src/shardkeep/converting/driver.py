@@ -27,7 +27,7 @@ from shardkeep.converting.workplace import (
     put_back,
     workplace_of,
 )
-from shardkeep.engine.budget import default_budget
+from shardkeep.engine.budget import check_budget, default_budget
 from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.foreign.layout import OutFile
 from shardkeep.formats.native.layout import Limits
@@ -155,10 +155,7 @@ def convert(
 def _checked_budget(memory_budget: int | None) -> int:
     if memory_budget is None:
         return max(MINIMUM_BUDGET, default_budget())
-    if memory_budget < MINIMUM_BUDGET:
-        raise ValueError(
-            f"memory_budget is {memory_budget} bytes; at least {MINIMUM_BUDGET} are needed"
-        )
+    check_budget(memory_budget, MINIMUM_BUDGET)
     return memory_budget
 
 

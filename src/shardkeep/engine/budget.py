@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import SupportsIndex
 
 from shardkeep.arrays import Bytes, Staging
 from shardkeep.engine.digests import CONTENT_PIECE
@@ -23,6 +24,7 @@ __all__ = [
     "MINIMUM_BUDGET",
     "BufferPool",
     "Spares",
+    "check_budget",
     "default_budget",
     "io_threads",
     "usable_cores",
@@ -98,11 +100,16 @@ def checked_budget(memory_budget: int | None, ranks_on_host: int = 1) -> int:
     """The caller's budget, or the default; too small a one is a `ValueError`."""
     if memory_budget is None:
         return default_budget(ranks_on_host)
-    if memory_budget < MINIMUM_BUDGET:
-        raise ValueError(
-            f"memory_budget is {memory_budget} bytes; at least {MINIMUM_BUDGET} are needed"
-        )
+    check_budget(memory_budget, MINIMUM_BUDGET)
     return memory_budget
+
+
+def check_budget(memory_budget: int, least: int) -> None:
+    """It is a number of bytes, and enough of them."""
+    if not isinstance(memory_budget, SupportsIndex):
+        raise TypeError(f"memory_budget is {memory_budget!r}; use a whole number of bytes")
+    if memory_budget < least:
+        raise ValueError(f"memory_budget is {memory_budget} bytes; at least {least} are needed")
 
 
 class Spares:
