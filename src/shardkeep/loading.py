@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ SOON_READ = 1 << 30
 class LoadResult:
     """What a load did."""
 
-    state_dict: Any
+    state_dict: Any = field(repr=False)
     """The filled tree: the target itself where it is mutable, rebuilt where it is not."""
     missing: tuple[str, ...]
     """Names the target has and the checkpoint lacks; not filled."""
