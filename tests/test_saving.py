@@ -78,6 +78,15 @@ def test_a_file_in_the_way(tmp_path):
         shardkeep.open(path)
 
 
+def test_a_file_of_a_checkpoint_is_told_from_one_of_none(tmp_path):
+    shardkeep.save({"a": 1}, tmp_path / "whole")
+    with pytest.raises(shardkeep.CheckpointNotFoundError, match=r"pass its directory, .*whole$"):
+        shardkeep.open(tmp_path / "whole" / "checkpoint.json")
+    shardkeep.convert(tmp_path / "whole", tmp_path / "state.pt", to="torch-save")
+    with pytest.raises(shardkeep.FormatError, match=r"holds? a checkpoint of torch\.save"):
+        shardkeep.verify(tmp_path / "state.pt")
+
+
 def test_a_directory_that_goes_while_it_is_looked_at_is_no_file(tmp_path, monkeypatch):
     # What a killed save left is removed by another program, just now.
     path = tmp_path / "step"

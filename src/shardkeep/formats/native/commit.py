@@ -102,6 +102,12 @@ def surely_absent(store: LocalStore, save_id: str) -> bool:
 
 def _absent_text(store: LocalStore) -> str:
     if store.root.is_file():
+        name = store.root.name
+        if name in (RECORD, ".metadata") or name.endswith(".index.json"):
+            return (
+                f"no checkpoint at {store.root}: that is one file of a checkpoint; pass its "
+                f"directory, {store.root.parent}"
+            )
         return f"no checkpoint at {store.root}: it is {seen(store.root)}, of no format we read"
     if not store.root.exists():
         return f"no checkpoint at {store.root}: there is no such directory"

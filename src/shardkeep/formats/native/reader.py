@@ -154,9 +154,10 @@ class NativeReader(RegionReader):
         )
 
     def _say_foreign(self) -> None:
-        other = foreign_format(self._store)
+        known = detect(self.root)
+        other = known.SYSTEM if known and self.root.is_file() else foreign_format(self._store)
         if other is not None:
-            rest = "" if detect(self.root) else f", and not all of it: there is {seen(self.root)}"
+            rest = "" if known else f", and not all of it: there is {seen(self.root)}"
             raise FormatError(
                 f"{self.root} seems to hold a checkpoint of {other}, not of Shardkeep{rest}"
             )
