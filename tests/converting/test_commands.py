@@ -146,6 +146,14 @@ def test_what_a_format_does_not_hold_is_named(source, tmp_path):
 # --- checkpoints of others
 
 
+def test_errors_advise_in_the_words_of_the_shell(source, tmp_path):
+    run(0, "convert", source, tmp_path / "b")
+    assert "or pass --overwrite" in run(2, "convert", source, tmp_path / "b").stderr
+    told = run(2, "convert", source, tmp_path / "c", "--to", "hf").stderr
+    assert "pass --option values=drop" in told
+    run(0, "convert", source, tmp_path / "c", "--to", "hf", "--option", "values=drop")
+
+
 def test_show_of_another_systems_file(tmp_path):
     torch = pytest.importorskip("torch")
     tied = torch.arange(6.0).reshape(2, 3)

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from shardkeep.cli.guard import CommandError, json_option, output_for
-from shardkeep.errors import CheckpointError
+from shardkeep.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
 
 if TYPE_CHECKING:
     from shardkeep.progress import Progress
@@ -21,6 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["convert", "diff"]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE | re.ASCII)
+_SPOKEN = (
+    ("overwrite=True", "--overwrite"),
+    ("allow_pickle=True", "--allow-pickle"),
+    ("values='drop'", "--option values=drop"),
+)
+"""What errors advise in Python, and in a shell."""
 _FORMATS = ("native", "hf", "torch-dcp", "torch-save", "hyper-parallel", "mindspore")
 
 
@@ -143,6 +154,11 @@ def convert(
             progress=bar,
             **options,
         )
+    except (CheckpointExistsError, UnsafeCheckpointError, UnsupportedValueError) as error:
+        text = str(error)
+        for python, shell in _SPOKEN:
+            text = text.replace(python, shell)
+        raise CommandError(text) from error
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
