@@ -54,8 +54,21 @@ def test_everything_that_does_not_fit_is_listed_and_nothing_is_read(saved):
     assert set(error.mismatched) == {"model.w", "model.b", "optim.m"}
     assert "stored shape (2, 3), target shape (3, 2)" in str(error)
     assert "stored dtype float32, target dtype float64" in str(error)
+    assert "allow other dtypes with cast=..." in str(error)
     assert target["step"] == 0
     assert not target["model"]["w"].any()
+
+
+def test_only_what_helps_is_advised(saved):
+    target = state()
+    target["model"]["w"] = np.zeros((3, 2))
+    with pytest.raises(MismatchError) as caught:
+        shardkeep.load(target, saved)
+    assert str(caught.value).endswith(
+        "\nLoad into a matching target or narrow the request with keys=..."
+    )
+    with pytest.raises(MismatchError, match=r"pass 'model\.\*' for all that is in model"):
+        shardkeep.load(target, saved, keys=["model"])
 
 
 def test_a_container_that_is_not_asked_for_is_skipped(saved):

@@ -217,11 +217,21 @@ class DefaultLoadPlanner(LoadPlanner):
             error = mismatch_error(
                 missing if self.strict else (), unexpected if self.strict else (), mismatched
             )
-            hint = mismatch_hint(wanted, missing, unexpected)
+            hint = self._container_hint(missing) or mismatch_hint(wanted, missing, unexpected)
             if self.strict and hint is not None:
                 error.args = (f"{error}\n{hint}",)
             raise error
         return global_plan
+
+    def _container_hint(self, missing: Iterable[str]) -> str | None:
+        """What to write for one of `keys` that is a container, not a name."""
+        for key in sorted(set(missing) & set(self.keys or ())):
+            stored = (*self._stored.tensors.row_of, *self._stored.values_table.row_of)
+            if any(name.startswith(f"{key}.") for name in stored):
+                return (
+                    f"keys are globs of whole names: pass {key + '.*'!r} for all that is in {key}."
+                )
+        return None
 
     def _names_in(self, leaves: Iterable[tuple[int, int]]) -> frozenset[str]:
         """Stored names, by ranges of their numbers."""
@@ -390,10 +400,16 @@ def mismatch_error(
         if names:
             lines.append(f"  {len(names)} {what}:")
             lines += [f"    {name}" for name in names]
-    lines.append(
-        "Load into a matching target, narrow the request with keys=..., allow names to be absent "
-        "with optional=..., or pass strict=False."
-    )
+    advice = ["Load into a matching target", "narrow the request with keys=..."]
+    if any("stored dtype" in how for how in mismatched.values()):
+        advice.append("allow other dtypes with cast=...")
+    if missing:
+        advice.append("allow names to be absent with optional=...")
+    if missing or unexpected:
+        advice.append("pass strict=False")
+    comma = "," if len(advice) > 2 else ""
+    stop = "" if advice[-1].endswith(".") else "."
+    lines.append(f"{', '.join(advice[:-1])}{comma} or {advice[-1]}{stop}")
     return MismatchError(
         "\n".join(lines), missing=missing, unexpected=unexpected, mismatched=mismatched
     )

@@ -153,10 +153,11 @@ def load(
     """Fill a nested state in place from a checkpoint; collective over `process_group`.
 
     Names that are missing or unexpected, shapes and dtypes that differ are one `MismatchError` that
-    lists them all, raised before anything is read. `keys` (globs) narrows the request, `optional`
-    lets names be missing, `cast="widen"` or `True` allows dtype changes within a kind. `surgery`
-    renames, joins, cuts and casts what is stored before it is matched with the target. `read_once`
-    says whether what several ranks want is read by one of them and passed on.
+    lists them all, raised before anything is read. `keys` (globs of whole names, such as
+    `"model.*"`) narrows the request, `optional` lets names be missing, `cast="widen"` or `True`
+    allows dtype changes within a kind. `surgery` renames, joins, cuts and casts what is stored
+    before it is matched with the target. `read_once` says whether what several ranks want is read
+    by one of them and passed on.
     """
     with Checkpointer(process_group=process_group, no_dist=no_dist, timeout_s=timeout_s) as keeper:
         return keeper.load(
