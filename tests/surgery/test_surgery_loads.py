@@ -155,3 +155,9 @@ def test_ties_of_what_surgery_made(saved):
 def test_readers_that_know_no_boxes():
     with pytest.raises(TypeError, match="object cannot be loaded with surgery"):
         OperatedReader(object(), Surgery(select=["a"]))
+
+
+def test_surgery_that_is_none_is_named(tmp_path):
+    shardkeep.save({"a": 1}, tmp_path / "a")
+    with pytest.raises(TypeError, match="surgery is a dict; pass"):
+        shardkeep.load({"a": 0}, tmp_path / "a", surgery={"rename": ["a=b"]})

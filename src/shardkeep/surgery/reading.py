@@ -58,6 +58,10 @@ class OperatedReader(ColumnReader):
         """`reader` must be one of ours: others do not read boxes by name."""
         if not hasattr(reader, "read_tensors") or not hasattr(reader, "read_values"):
             raise TypeError(f"{type(reader).__qualname__} cannot be loaded with surgery")
+        if not isinstance(surgery, Surgery):
+            raise TypeError(
+                f"surgery is a {type(surgery).__qualname__}; pass shardkeep.Surgery(...)"
+            )
         self._reader: Any = reader
         self._surgery = surgery
         self._operated = Operated({}, {})
