@@ -190,6 +190,7 @@ def test_progress_counts_up_to_the_total(tmp_path):
     shardkeep.load(state, tmp_path, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1][0] >= 8 << 20
     shardkeep.verify(tmp_path, progress=True)
+    shardkeep.verify(tmp_path, progress=False)  # as of all ranks but one
 
 
 @pytest.mark.parametrize("read_once", [True, False])

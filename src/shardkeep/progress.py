@@ -6,11 +6,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 __all__ = ["Progress", "tracked"]
 
-Progress: TypeAlias = Callable[[int, int], None] | Literal[True] | None
+Progress: TypeAlias = Callable[[int, int], None] | bool | None
 """`f(done, total)` in bytes, called from any thread but never from two at once; or True: a bar."""
 
 
@@ -45,7 +45,7 @@ class Counter:
 @contextlib.contextmanager
 def tracked(progress: Progress, title: str) -> Iterator[Counter]:
     """A counter that feeds `progress`; tell it what to `expect` once that is known."""
-    if progress is None:
+    if progress is None or progress is False:
         yield Counter(lambda done, total: None)
     elif progress is True:
         with _bar(title) as show:
