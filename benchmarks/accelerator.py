@@ -21,7 +21,7 @@ from benchmarks.caches import TOLERABLE, evict
 from benchmarks.device_rates import pinned_rates, synchronize
 from benchmarks.picture import Group, draw
 from benchmarks.report import Report, above_zero, add_options, at_least_one, number, ratio
-from benchmarks.rounds import SHM, Results, checkpoint, need_memory, scratch
+from benchmarks.rounds import SHM, Results, checkpoint, in_turn, named, need_memory, scratch
 from benchmarks.states import Leaf, nested, training_state
 from benchmarks.worker import Measure, measured
 
@@ -174,7 +174,7 @@ def show(
     report: Report, results: Results, nbytes: int, pinned: dict[str, dict[str, float]]
 ) -> None:
     best = {direction: max(rates.values()) / 1e9 for direction, rates in pinned.items()}
-    names = list(results.measures[OURS])
+    names = [*OPERATIONS, "load from memory, verify=False"]
     rows = []
     for side in (OURS, TORCH):
         for name in names:
@@ -221,6 +221,7 @@ def arguments() -> argparse.ArgumentParser:
         "--layers", type=at_least_one, default=24, help="fewer: fewer, larger tensors"
     )
     parser.add_argument("--shm", default=SHM, help="a directory in memory")
+    parser.add_argument("--sides", help=f"only these, separated by ';': {OURS}; {TORCH}")
     add_options(parser, repeat=3)
     return parser
 
@@ -230,6 +231,7 @@ def main(argv: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     if not chosen.cpu and not torch.cuda.is_available():
         raise SystemExit("torch sees no CUDA device; --cpu runs without one")
+    sides = named(chosen.sides, (OURS, TORCH), (OURS, TORCH))
     device = torch.device("cpu" if chosen.cpu else "cuda")
     leaves = training_state(int(chosen.size * (1 << 30)), chosen.layers)
     total = sum(leaf.nbytes for leaf in leaves)
@@ -256,7 +258,7 @@ def main(argv: list[str] | None = None) -> None:
             rates = ways.disk(disk, some)
             if memory is not None:
                 rates |= ways.memory(memory, some)
-            for side in (OURS, TORCH) if count % 2 == 0 else (TORCH, OURS):
+            for side in in_turn(sides, count):
                 found = turn(state, side, disk, memory)
                 for operation, measure in found.items() if count else ():
                     results.add(side, operation, measure)

@@ -27,7 +27,7 @@ from benchmarks.background_sides import WAYS, State, Way, torch_group
 from benchmarks.beside import Captures, Products, capture_until
 from benchmarks.device_rates import synchronize
 from benchmarks.report import Report, above_zero, add_options, at_least_one
-from benchmarks.rounds import checkpoint, need_memory, scratch
+from benchmarks.rounds import checkpoint, named, need_memory, scratch
 from benchmarks.states import training_state
 from benchmarks.worker import Measure, give_memory_back, measured, status
 from benchmarks.yardstick import DeviceCopy, HostCopy, Yardstick
@@ -87,6 +87,8 @@ class Run:
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # torch's CheckpointException is none of Exception
+                if isinstance(error.__context__, KeyboardInterrupt | SystemExit):
+                    raise error.__context__ from None  # of which the save's own error came
                 print(f"{name}: failed and is left out: {error!r}", file=sys.stderr)
                 self.found.results.failed[name] = f"{type(error).__name__}: {error}"
                 self.ways.pop(name)
@@ -214,12 +216,8 @@ class Run:
 
 def present(wanted: str | None, device: torch.device) -> list[str]:
     """The ways that can run here; says which cannot."""
-    names = [name.strip() for name in wanted.split(";")] if wanted else list(WAYS)
-    unknown = set(names) - set(WAYS)
-    if unknown:
-        raise SystemExit(f"no such side: {', '.join(unknown)}; there are {'; '.join(WAYS)}")
     out = []
-    for name in names:
+    for name in named(wanted, list(WAYS), list(WAYS)):
         why = WAYS[name].missing(device)
         if why is None:
             out.append(name)

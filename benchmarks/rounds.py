@@ -69,13 +69,18 @@ def in_turn(sides: Sequence[str], number: int) -> list[str]:
     return [*sides[turn:], *sides[:turn]]
 
 
+def named(wanted: str | None, known: Sequence[str], usual: Sequence[str]) -> list[str]:
+    """The sides that somebody asks for, separated by `;`, or the usual ones."""
+    names = [name.strip() for name in wanted.split(";")] if wanted else list(usual)
+    unknown = set(names) - set(known)
+    if unknown:
+        raise SystemExit(f"no such side: {', '.join(unknown)}; there are {'; '.join(known)}")
+    return names
+
+
 def present(wanted: str | None, without: tuple[str, ...] = ()) -> list[str]:
     """The sides that can run here, those `without` only if they are named; says which cannot."""
-    usual = [name for name in SIDES if name not in without]
-    names = [name.strip() for name in wanted.split(";")] if wanted else usual
-    unknown = set(names) - set(SIDES)
-    if unknown:
-        raise SystemExit(f"no such side: {', '.join(unknown)}; there are {'; '.join(SIDES)}")
+    names = named(wanted, list(SIDES), [name for name in SIDES if name not in without])
     out = []
     for side in SIDES:
         if side not in names:

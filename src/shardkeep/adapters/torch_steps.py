@@ -13,14 +13,25 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from shardkeep.columns import Ints
 
 __all__ = ["before_step", "stepped"]
 
-_Span = tuple[int, int, int]
-"""Where a storage begins, and the first byte of a part of it and the one after it."""
+Spans = npt.NDArray[np.uint64]
+"""For each tensor, the first byte of memory that it lies in, and the one after it; two zeros where
+there is none. Hosts and devices share one space of addresses."""
+
+_data_ptr = torch.Tensor.data_ptr
+_is_contiguous = torch.Tensor.is_contiguous
+_nbytes = attrgetter("nbytes")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class _Steps:
@@ -39,36 +50,36 @@ class _Steps:
 
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Steps] = weakref.WeakKeyDictionary()
-_nobodys: set[_Span | None] = set()
-"""Tensors that no optimizer owned when we last looked for more of them."""
+_nobodys: set[tuple[int, int]] = set()
+"""Spans that no optimizer owned when we last looked for more of them."""
 
 
-def stepped(values: Sequence[torch.Tensor]) -> tuple[list[bool], Callable[[], list[bool]]]:
+def stepped(values: Sequence[torch.Tensor]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
     """For each tensor, whether optimizers own its memory; and what says of each whether it was
     changed in place since, got other memory, or one of its optimizers began a step."""
     global _nobodys
-    spans = [_span(value) for value in values]
-    owners = _owners(spans)
-    if not {span for span, of in zip(spans, owners, strict=True) if not of} <= _nobodys:
+    spans = _spans(values)
+    owners = _Owners(spans)
+    nobodys = owners.nobodys()
+    if not nobodys <= _nobodys:
         _find()
-        owners = _owners(spans)
-        _nobodys = {span for span, of in zip(spans, owners, strict=True) if not of}
-    seen = [_marks(*one) for one in zip(values, owners, strict=True)]
+        owners = _Owners(spans)
+        _nobodys = owners.nobodys()
+    versions, begun = _versions(values), owners.begun()
 
-    def changed() -> list[bool]:
-        now = map(_marks, values, owners)
-        return [
-            marks != before or (bool(of) and _span(value) != span)
-            for marks, before, of, value, span in zip(now, seen, owners, values, spans, strict=True)
-        ]
+    def changed() -> Sequence[bool]:
+        other = (_versions(values) != versions) | (owners.begun() != begun)
+        moved = (_spans(values) != spans).any(axis=1)
+        found: list[bool] = (other | (moved & owners.is_owned)).tolist()
+        return found
 
-    return [bool(of) for of in owners], changed
+    owned: list[bool] = owners.is_owned.tolist()
+    return owned, changed
 
 
-def _marks(value: torch.Tensor, owners: Sequence[_Steps]) -> tuple[int, int]:
-    """What a change in place counts up, and what a step does."""
-    version = 0 if value.is_inference() else value._version
-    return version, sum(steps.begun for steps in owners)
+def _versions(values: Sequence[torch.Tensor]) -> Ints:
+    """What a change in place counts up."""
+    return np.array([0 if value.is_inference() else value._version for value in values], np.int64)
 
 
 def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) -> None:
@@ -76,37 +87,97 @@ def before_step(optimizer: torch.optim.Optimizer, wait: Callable[[], object]) ->
     _know(optimizer).awaited.append(wait)
 
 
-def _span(value: torch.Tensor) -> _Span | None:
-    """The storage and the bytes of it that a tensor lies in; hosts and devices share one space of
-    addresses."""
+def _spans(values: Sequence[torch.Tensor]) -> Spans:
+    """Of each; without a loop of ours where nothing is odd, as every lazy save asks for them."""
+    spans = np.zeros((len(values), 2), np.uint64)
     try:
-        low, nbytes = value.data_ptr(), value.nbytes
-        if nbytes and not value.is_contiguous():
-            steps = zip(value.shape, value.stride(), strict=True)
-            nbytes = (1 + sum((n - 1) * step for n, step in steps)) * value.element_size()
-        return (value.untyped_storage().data_ptr(), low, low + nbytes) if nbytes else None
+        if all(map(_is_contiguous, values)):
+            spans[:, 0] = np.fromiter(map(_data_ptr, values), np.uint64, len(values))
+            spans[:, 1] = np.fromiter(map(_nbytes, values), np.uint64, len(values))
+            spans[:, 1] += spans[:, 0]
+            spans[(spans[:, 0] == 0) | (spans[:, 0] == spans[:, 1])] = 0
+            return spans
     except Exception:  # a class may refuse anything, as parameters without a shape do
-        return None
+        pass
+    for row, value in enumerate(values):
+        with contextlib.suppress(Exception):
+            spans[row] = _span(value)
+    return spans
 
 
-def _owners(spans: Sequence[_Span | None]) -> list[list[_Steps]]:
-    """For each, the steps of the optimizers one of whose tensors has all of it.
+def _span(value: torch.Tensor) -> tuple[int, int]:
+    low, nbytes = value.data_ptr(), value.nbytes
+    if nbytes and not value.is_contiguous():
+        steps = zip(value.shape, value.stride(), strict=True)
+        nbytes = (1 + sum((n - 1) * step for n, step in steps)) * value.element_size()
+    return (low, low + nbytes) if low and nbytes else (0, 0)
 
-    A storage may hold more than that, such as the statistics beside a parameter.
-    """
-    owned: dict[int, list[tuple[int, int, _Steps]]] = {}
-    for optimizer, steps in list(_known.items()):
-        for tensor in _tensors_of(optimizer):
-            span = _span(getattr(tensor, "_local_tensor", tensor))
-            if span is not None:
-                owned.setdefault(span[0], []).append((*span[1:], steps))
-    found = []
-    for span in spans:
-        parts = owned.get(span[0], ()) if span is not None else ()
-        found.append(
-            [steps for low, high, steps in parts if span and low <= span[1] and span[2] <= high]
+
+class _Owners:
+    """For each span, the steps of the optimizers one of whose tensors has all of it."""
+
+    def __init__(self, spans: Spans) -> None:
+        self._spans = spans
+        self._several: list[tuple[_Steps, ...]] = [()]
+        """Whose a span may be: nobody's, or that of one or of several optimizers."""
+        known: list[Spans] = [np.zeros((0, 2), np.uint64)]
+        for optimizer, steps in list(_known.items()):
+            tensors = _tensors_of(optimizer)
+            known.append(_spans([one if type(one) in _PLAIN else _local(one) for one in tensors]))
+            self._several.append((steps,))
+        self._number = self._find(
+            np.concatenate(known), np.repeat(np.arange(len(known)), list(map(len, known)))
         )
-    return found
+        """For each span, which of them."""
+
+    def _find(self, known: Spans, number: Ints) -> Ints:
+        # Tensors of optimizers rarely overlap: what does is looked at together, one by one.
+        order = np.lexsort((known[:, 1], known[:, 0]))
+        order = order[known[order, 1] > 0]
+        low, high, number = known[order, 0], known[order, 1], number[order]
+        apart = np.ones(len(order), np.bool_)
+        apart[1:] = low[1:] >= np.maximum.accumulate(high)[:-1]
+        first = np.flatnonzero(apart)
+        count = np.diff([*first, len(order)])
+        if not len(first):
+            return np.zeros(len(self._spans), np.int64)
+        at = np.searchsorted(low[first], self._spans[:, 0], "right") - 1
+        found = number[first[at]]
+        found[(at < 0) | (self._spans[:, 1] > high[first[at]]) | (self._spans[:, 1] == 0)] = 0
+        for row in np.flatnonzero((count[at] > 1) & (at >= 0)).tolist():
+            mine = slice(int(first[at[row]]), int(first[at[row]] + count[at[row]]))
+            has = (low[mine] <= self._spans[row, 0]) & (self._spans[row, 1] <= high[mine])
+            found[row] = self._together(np.unique(number[mine][has]).tolist())
+        return found
+
+    def _together(self, numbers: list[int]) -> int:
+        """The number of what several optimizers own."""
+        if len(numbers) < 2:
+            return sum(numbers)
+        several = tuple(steps for number in numbers for steps in self._several[number])
+        if several not in self._several:
+            self._several.append(several)
+        return self._several.index(several)
+
+    @property
+    def is_owned(self) -> npt.NDArray[np.bool_]:
+        """Whether anybody has it."""
+        return self._number > 0
+
+    def nobodys(self) -> set[tuple[int, int]]:
+        """Spans that nobody has."""
+        return set(map(tuple, self._spans[self._number == 0].tolist()))
+
+    def begun(self) -> Ints:
+        """For each span, what a step of any of its owners counts up."""
+        counts = [sum(steps.begun for steps in several) for several in self._several]
+        return np.array(counts, np.int64)[self._number]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of a tensor."""
+    held: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return held
 
 
 def _know(optimizer: torch.optim.Optimizer) -> _Steps:
