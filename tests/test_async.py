@@ -19,6 +19,7 @@ from slow_disks import LONG_S, faulty_disk
 import shardkeep
 import shardkeep.background
 from shardkeep import PlanError, ShardedArray, ThreadRanks
+from shardkeep.behind import Run
 from shardkeep.engine.moves import Mover
 from shardkeep.engine.snapshot import Snapshot
 
@@ -401,6 +402,26 @@ def test_parameters_that_got_other_memory_are_an_error(tmp_path, keeper, staging
     staging.set()
     with pytest.raises(PlanError, match=r"0\.bias.*changed before the snapshot"):
         named.result(LONG_S)
+
+
+def test_other_memory_for_a_while_is_an_error_too(tmp_path, keeper, staging, net, monkeypatch):
+    """As where an average's weights stand in for an evaluation: place and version end as before."""
+    parameters = list(net.model.parameters())
+    own = [parameter.data for parameter in parameters]
+    check = Run._check_unchanged
+
+    def swap_back(self):
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
+        check(self)
+
+    monkeypatch.setattr(Run, "_check_unchanged", swap_back)
+    handle = keeper.async_save(dict(net.model.named_parameters()), tmp_path / "a", snapshot="lazy")
+    for parameter in parameters:
+        parameter.data = parameter.data.clone().zero_()
+    staging.set()
+    with pytest.raises(PlanError, match="another shape, type or place"):
+        handle.result(LONG_S)
 
 
 def test_a_state_dict_has_the_memory_that_parameters_had(tmp_path, keeper, staging, net):

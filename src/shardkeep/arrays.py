@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from shardkeep.boxes import flat_range_boxes
 from shardkeep.dtypes import DType
-from shardkeep.memory import Addresses, Memory
+from shardkeep.memory import Addresses, Memory, Spans, address_of
 from shardkeep.metadata import ChunkStorageMetadata, TensorProperties
 
 __all__ = [
@@ -42,6 +42,7 @@ __all__ = [
     "StagedSink",
     "StagedSource",
     "Staging",
+    "Stepped",
     "TargetsApart",
     "Unstepped",
     "adapter_of",
@@ -233,6 +234,14 @@ class HostSource:
         return HostSource(self.array[region(offsets, sizes)])
 
 
+def lies_within(source: Source, low: int, high: int) -> bool:
+    """Whether elements lie in some stretch of memory; not known of every kind of source."""
+    if isinstance(source, HostSource):
+        return low <= address_of(source.array) < high
+    at: int | None = getattr(source, "address", None)
+    return at is None or low <= at < high
+
+
 CAST_PART = 1 << 16
 """Elements of a cast that are on their way at a time."""
 
@@ -402,6 +411,19 @@ class NotComposite:
         return False
 
 
+@dataclass(frozen=True, eq=False)
+class Stepped:
+    """Which of some arrays only an optimizer's step changes. As long as this is held, their memory
+    is nobody else's."""
+
+    which: Sequence[bool]
+    """For each array, whether that is so, as far as is known."""
+    spans: Spans
+    """Where those lie."""
+    changed: Callable[[], Sequence[bool]]
+    """Says of each array whether it was changed in place since, as far as anybody counts."""
+
+
 class Unstepped:
     """For adapters whose arrays no optimizer is known to own, and that are looked at one by one."""
 
@@ -409,10 +431,10 @@ class Unstepped:
         """Nothing quick is known."""
         return [0] * len(values)
 
-    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
+    def stepped(self, values: Sequence[Any]) -> Stepped:
         """None is."""
         none = [False] * len(values)
-        return none, lambda: none
+        return Stepped(none, np.zeros((len(values), 2), np.uint64), lambda: none)
 
 
 class TargetsApart:
@@ -494,9 +516,8 @@ class ArrayAdapter(Protocol):
         """Where the elements of each value begin, if what this rank holds of it lies row-major in
         host memory, as it is stored, and is exactly so many bytes; else 0."""
 
-    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
-        """For each value, whether only an optimizer's step changes it, as far as is known; and what
-        says of each whether it was changed in place since, as far as anybody counts."""
+    def stepped(self, values: Sequence[Any]) -> Stepped:
+        """Which values only an optimizer's step changes."""
 
     def is_composite(self, kind: type) -> bool:
         """Whether arrays of this type may be stored as the arrays they are made of."""

@@ -34,8 +34,7 @@ from shardkeep.engine.snapshot import (
     hold,
 )
 from shardkeep.handles import SaveHandle
-from shardkeep.holding import StalePlan
-from shardkeep.planner import SavePlan, SavePlanner
+from shardkeep.planner import SavePlan, SavePlanner, StalePlan
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.saving import SaveResult, Saving
 from shardkeep.storage import StorageWriter, unchanged

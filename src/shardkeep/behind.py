@@ -18,8 +18,7 @@ from shardkeep.arrays import Staging
 from shardkeep.engine.snapshot import Copying, Snapshot, StagedPlanner
 from shardkeep.errors import PlanError
 from shardkeep.handles import SaveHandle
-from shardkeep.holding import StalePlan
-from shardkeep.planner import SavePlan
+from shardkeep.planner import SavePlan, StalePlan
 from shardkeep.saving import SaveCancelled, SaveResult, Saving
 from shardkeep.taking import Steps
 from shardkeep.wording import names_text

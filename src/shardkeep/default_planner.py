@@ -16,7 +16,7 @@ from shardkeep.columns import Boxes, Ints, order_by
 from shardkeep.dtypes import lookup
 from shardkeep.global_plan import join_plans
 from shardkeep.holding import Holding, Look
-from shardkeep.memory import Addresses
+from shardkeep.memory import Addresses, Spans
 from shardkeep.metadata import ChunkStorageMetadata, Metadata, StorageMeta
 from shardkeep.planner import (
     BytesWriteData,
@@ -202,21 +202,22 @@ class DefaultSavePlanner(SavePlanner):
 
     def deferrable(
         self, items: WriteItems, rows: Ints
-    ) -> tuple[npt.NDArray[np.bool_], Callable[[], list[str]]]:
-        """Which chunks only an optimizer's step changes, and what names those that were changed
-        since."""
+    ) -> tuple[npt.NDArray[np.bool_], Spans, Callable[[], list[str]]]:
+        """Which chunks only an optimizer's step changes, where their tensors lie, and what names
+        those that were changed since."""
         holding, pieces = self._holding, items.chunks.source[rows]
-        stepped, watch = holding.stepped()
-        which = stepped[holding.look.tensor[pieces]]
+        stepped = holding.stepped()
+        tensor = holding.look.tensor[pieces]
+        which = np.array(stepped.which, np.bool_)[tensor]
         stored = [items.tensors.names[row] for row in items.chunks.tensor[rows[which]].tolist()]
         # By what they are here: the names they are stored under may be others.
-        names = dict(zip(holding.look.tensor[pieces[which]].tolist(), stored, strict=True))
+        names = dict(zip(tensor[which].tolist(), stored, strict=True))
 
         def changed() -> list[str]:
-            now = watch()
+            now = stepped.changed()
             return sorted(name for row, name in names.items() if now[row])
 
-        return which, changed
+        return which, stepped.spans[tensor], changed
 
     def release(self) -> None:
         """Let go of the state; its elements are somewhere else."""

@@ -15,32 +15,35 @@ from operator import is_
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from shardkeep.arrays import YIELDING, ArrayAdapter, ArrayForm, Source, adapters_of, ask_each
+from shardkeep.arrays import (
+    YIELDING,
+    ArrayAdapter,
+    ArrayForm,
+    Source,
+    Stepped,
+    adapters_of,
+    ask_each,
+)
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Boxes, Ints, ragged_rows, starts
 from shardkeep.errors import PlanError, UnsupportedValueError
 from shardkeep.memory import Addresses
 from shardkeep.metadata import ChunkStorageMetadata
-from shardkeep.planner import YIELDS, LocalColumns, Place, WriteItems
+from shardkeep.planner import YIELDS, LocalColumns, Place, StalePlan, WriteItems
 from shardkeep.structure import DISTINCT_KEYS, Structure
 from shardkeep.tables import NO_ALIAS, ChunkTable, TensorTable
 from shardkeep.traces import Trace
 from shardkeep.tree import FlatState
 
-__all__ = ["Holding", "Look", "StalePlan", "replica_number"]
+__all__ = ["Holding", "Look", "replica_number"]
 
 MAX_DIMS = 32
 
 
 def _no_rows() -> Ints:
     return np.zeros(0, np.int64)
-
-
-class StalePlan(Exception):
-    """An array is no longer what the plan that was used again says it is."""
 
 
 @dataclass(eq=False)
@@ -318,24 +321,28 @@ class Holding:
         known: Addresses = np.array(found, np.uint64)[which]
         return known
 
-    def stepped(self) -> tuple[npt.NDArray[np.bool_], Callable[[], dict[int, bool]]]:
-        """For each tensor, whether only an optimizer's step changes it; and what says of each, by
-        its row, whether it was changed in place since."""
+    def stepped(self) -> Stepped:
+        """The tensors that only an optimizer's step changes."""
         which = np.zeros(len(self.look.tensor_leaf), np.bool_)
+        spans = np.zeros((len(which), 2), np.uint64)
         by_adapter: dict[int, list[int]] = {}
         for row, leaf in enumerate(self.look.tensor_leaf):
             by_adapter.setdefault(id(self.flat.adapters[leaf]), []).append(row)
         asked = []
         for rows in by_adapter.values():
             leaves = [self._leaf(row) for row in rows]
-            which[rows], changed = leaves[0][0].stepped([value for _, value in leaves])
-            asked.append((rows, changed))
+            found = leaves[0][0].stepped([value for _, value in leaves])
+            which[rows], spans[rows] = found.which, found.spans
+            asked.append((rows, found.changed))
 
-        def ask() -> dict[int, bool]:
-            pairs = (zip(rows, changed(), strict=True) for rows, changed in asked)
-            return {row: is_changed for both in pairs for row, is_changed in both}
+        def changed() -> list[bool]:
+            now = np.zeros(len(which), np.bool_)
+            for rows, ask in asked:
+                now[rows] = ask()
+            answers: list[bool] = now.tolist()
+            return answers
 
-        return which, ask
+        return Stepped(which.tolist(), spans, changed)
 
     def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)

@@ -13,13 +13,18 @@ import numpy.typing as npt
 
 from shardkeep.metadata import ChunkStorageMetadata
 
-__all__ = ["Addresses", "LazyAddresses", "Memory", "address_of", "bytes_at"]
+__all__ = ["Addresses", "LazyAddresses", "Memory", "Spans", "address_of", "bytes_at"]
 
 FIRST, MOST = 256, 4096
 """Arrays that are asked for their address at once: few at first, so that work can begin."""
 
 Addresses = npt.NDArray[np.uint64]
 """Or distances between them: sums of unsigned numbers wrap around, so any may be added."""
+
+
+Spans = npt.NDArray[np.uint64]
+"""For each array, the first byte of memory that it lies in, and the one after it; two zeros where
+there is none, or that is not known. Hosts and devices share one space of addresses."""
 
 
 def address_of(array: npt.NDArray[Any]) -> int:

@@ -44,6 +44,10 @@ __all__ = [
 ]
 
 
+class StalePlan(Exception):
+    """An array is no longer what the plan that was made of it says it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorWriteData:
     """One box of a tensor."""

@@ -17,9 +17,9 @@ import msgspec
 from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.holding import Look, StalePlan
+from shardkeep.holding import Look
 from shardkeep.metadata import Metadata
-from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
+from shardkeep.planner import Place, SavePlan, SavePlanner, StalePlan, WriteItems
 from shardkeep.sharing import Share, Shared
 from shardkeep.storage import StorageWriter
 from shardkeep.wire import PlanDecoder, decode_final_plan, encode_final_plan, encode_local_plan

@@ -14,10 +14,9 @@ import msgspec
 
 from shardkeep.coordination import Coordinator, check_same, encode_asked
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.holding import StalePlan
 from shardkeep.hosts import name_host, ranks_on_hosts
 from shardkeep.metadata import Metadata, MetadataIndex
-from shardkeep.planner import Place, SavePlan, SavePlanner, WriteItems
+from shardkeep.planner import Place, SavePlan, SavePlanner, StalePlan, WriteItems
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns

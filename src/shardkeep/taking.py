@@ -12,6 +12,7 @@ import numpy as np
 from shardkeep.arrays import StagedSource, Staging
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.snapshot import Copying, Mask, Snapshot
+from shardkeep.memory import Spans
 from shardkeep.planner import SavePlanner
 
 __all__ = ["SnapshotKind", "Steps", "plan_steps"]
@@ -43,26 +44,29 @@ def plan_steps(
 ) -> Steps:
     """For all chunks of a snapshot, of which nothing is copied yet."""
     held = taken.held
-    deferred = np.zeros(len(held.rows), np.bool_)
+    deferred, within = np.zeros(len(held.rows), np.bool_), None
     steps = Steps()
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
-        deferred, steps.changed = planner.deferrable(held.items, held.rows)
+        deferred, within, steps.changed = planner.deferrable(held.items, held.rows)
     if staging is None:
-        steps.now, steps.later = [taken.expect(~deferred, still=True)], [taken.expect(deferred)]
+        steps.now = [taken.expect(~deferred, still=True)]
+        steps.later = [taken.expect(deferred, within=within)]
         steps.needs_state = bool(deferred.any())
         return steps
-    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, steps):
+    if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, within, steps):
         return steps
     steps.now.append(taken.expect(~deferred, staging))
     if deferred.any():
-        steps.later.append(taken.expect(deferred, staging))
+        steps.later.append(taken.expect(deferred, staging, within=within))
         steps.follow = staging.here()
         steps.needs_state = True
     steps.before_writing = len(steps.now) + len(steps.later)
     return steps
 
 
-def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) -> bool:
+def _duplicate(
+    taken: Snapshot, staging: Staging, deferred: Mask, within: Spans | None, steps: Steps
+) -> bool:
     """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
 
     False if it has no room for that.
@@ -74,7 +78,7 @@ def _duplicate(taken: Snapshot, staging: Staging, deferred: Mask, steps: Steps) 
         return False
     steps.now.append(taken.expect(~on_device & ~deferred, still=True))
     steps.later.append(taken.expect(on_device, staging, doubles))
-    steps.later.append(taken.expect(~on_device & deferred))
+    steps.later.append(taken.expect(~on_device & deferred, within=within))
     steps.needs_state = bool((~on_device & deferred).any())
     if not steps.needs_state:
         steps.changed = tuple

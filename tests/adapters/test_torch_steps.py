@@ -24,7 +24,8 @@ def test_who_owns_what_as_the_plain_rule_says(optimizers, asked):
         torch.optim.SGD([torch.nn.Parameter(tensor(part), requires_grad=False) for part in of])
         for of in (list(dict.fromkeys(of)) for of in optimizers)
     ]
-    is_owned, changed = torch_steps.stepped([tensor(part) for part in asked])
+    found = torch_steps.stepped([tensor(part) for part in asked])
+    is_owned, changed = found.which, found.changed
 
     def owners(part):
         first, last = part[0], part[0] + part[1]
@@ -51,18 +52,17 @@ def test_memory_that_is_another_counts_where_an_optimizer_has_it():
     owned, nobodys = torch.zeros(4), torch.zeros(4)
     optimizer = torch.optim.SGD([torch.nn.Parameter(owned, requires_grad=False)])
     optimizer.param_groups[0]["params"][0].data = owned
-    is_owned, changed = torch_steps.stepped([owned, nobodys])
-    assert list(is_owned) == [True, False]
+    found = torch_steps.stepped([owned, nobodys])
+    assert list(found.which) == [True, False]
     version = owned._version
     owned.data, nobodys.data = torch.ones(4), torch.ones(4)
     assert owned._version == version, "else it would be seen by that"
-    assert list(changed()) == [True, False]
+    assert list(found.changed()) == [True, False]
 
 
 def test_strided_tensors_are_owned_with_all_that_lies_between():
     memory = torch.zeros(6, 6)
     optimizer = torch.optim.SGD([torch.nn.Parameter(memory[:4, :4], requires_grad=False)])
     values = [memory[1, :4], memory[:2, 1:3], memory[5], memory[3:5, 0], torch.zeros(0)]
-    is_owned, _ = torch_steps.stepped(values)
-    assert list(is_owned) == [True, True, False, False, False]
+    assert list(torch_steps.stepped(values).which) == [True, True, False, False, False]
     assert optimizer.param_groups

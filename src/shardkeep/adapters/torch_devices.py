@@ -301,6 +301,11 @@ class DeviceSource:
                 np.copyto(out[at : at + block.size], block)
                 at += block.size
 
+    @property
+    def address(self) -> int:
+        """Of the first element."""
+        return self.tensor.data_ptr()
+
     def part(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> DeviceSource:
         """A view of a box."""
         return DeviceSource(self.tensor[region(offsets, sizes)], self.dtype)

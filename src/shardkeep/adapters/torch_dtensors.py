@@ -8,7 +8,7 @@ for uneven ones; so they are not asked, and a local tensor of another shape is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any, Protocol
@@ -39,6 +39,7 @@ from shardkeep.arrays import (
     SinkPiece,
     Source,
     Staging,
+    Stepped,
     source_parts,
 )
 from shardkeep.dtypes import DType, lookup
@@ -122,26 +123,32 @@ class TorchDistributed:
         )
         return [next(found) if is_alone else 0 for is_alone in alone]
 
-    def stepped(self, values: Sequence[Any]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
-        """Where every local part is. Changes are their own, which torch counts, and those of the
+    def stepped(self, values: Sequence[Any]) -> Stepped:
+        """Where the only local part is. Changes are their own, which torch counts, and those of the
         local parts, whose optimizer does."""
         parts = [
             [*([value] if isinstance(value, torch.Tensor) else []), *_kind(value).locals(value)]
             for value in values
         ]
-        which, changed = torch_steps.stepped([part for mine in parts for part in mine])
-        each = iter(which)
-        owned = [[next(each) for _ in mine] for mine in parts]
-        if_all = [
-            len(mine) > 0 and all(mine[1:] if isinstance(value, torch.Tensor) else mine)
-            for mine, value in zip(owned, values, strict=True)
-        ]
+        found = torch_steps.stepped([part for mine in parts for part in mine])
+        end = np.cumsum([len(mine) for mine in parts])
+        alone = np.array(
+            [
+                len(mine) == 1 + isinstance(value, torch.Tensor)
+                for mine, value in zip(parts, values, strict=True)
+            ],
+            np.bool_,
+        )
+        which = np.zeros(len(values), np.bool_)
+        spans = np.zeros((len(values), 2), np.uint64)
+        which[alone] = np.array(found.which, np.bool_)[end[alone] - 1]
+        spans[alone] = found.spans[end[alone] - 1]
 
-        def ask() -> list[bool]:
-            found = iter(changed())
-            return [any([next(found) for _ in mine]) for mine in parts]
+        def changed() -> list[bool]:
+            now = iter(found.changed())
+            return [any([next(now) for _ in mine]) for mine in parts]
 
-        return if_all, ask
+        return Stepped(which.tolist(), spans, changed)
 
     def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""

@@ -20,17 +20,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shardkeep.arrays import Stepped
 from shardkeep.columns import Ints
+from shardkeep.memory import Spans
 
 __all__ = ["before_step", "stepped"]
-
-Spans = npt.NDArray[np.uint64]
-"""For each tensor, the first byte of memory that it lies in, and the one after it; two zeros where
-there is none. Hosts and devices share one space of addresses."""
 
 _data_ptr = torch.Tensor.data_ptr
 _is_contiguous = torch.Tensor.is_contiguous
 _nbytes = attrgetter("nbytes")
+_untyped_storage = torch.Tensor.untyped_storage
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
@@ -54,9 +53,9 @@ _nobodys: set[tuple[int, int]] = set()
 """Spans that no optimizer owned when we last looked for more of them."""
 
 
-def stepped(values: Sequence[torch.Tensor]) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
-    """For each tensor, whether optimizers own its memory; and what says of each whether it was
-    changed in place since, got other memory, or one of its optimizers began a step."""
+def stepped(values: Sequence[torch.Tensor]) -> Stepped:
+    """The tensors whose memory optimizers own. As changed counts what was changed in place, got
+    other memory, or had one of its optimizers begin a step."""
     global _nobodys
     spans = _spans(values)
     owners = _Owners(spans)
@@ -66,15 +65,17 @@ def stepped(values: Sequence[torch.Tensor]) -> tuple[Sequence[bool], Callable[[]
         owners = _Owners(spans)
         _nobodys = owners.nobodys()
     versions, begun = _versions(values), owners.begun()
+    # Kept, so that memory of others cannot come to lie where that of a tensor lay.
+    storages = [_untyped_storage(values[row]) for row in np.flatnonzero(owners.is_owned).tolist()]
 
-    def changed() -> Sequence[bool]:
+    def changed(_kept: object = storages) -> Sequence[bool]:
         other = (_versions(values) != versions) | (owners.begun() != begun)
         moved = (_spans(values) != spans).any(axis=1)
         found: list[bool] = (other | (moved & owners.is_owned)).tolist()
         return found
 
     owned: list[bool] = owners.is_owned.tolist()
-    return owned, changed
+    return Stepped(owned, spans, changed)
 
 
 def _versions(values: Sequence[torch.Tensor]) -> Ints:

@@ -9,7 +9,7 @@ its data pointer and is refused by name.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -32,6 +32,7 @@ from shardkeep.arrays import (
     SinkPiece,
     Source,
     Staging,
+    Stepped,
 )
 from shardkeep.boxes import whole
 from shardkeep.dtypes import TABLE, DType
@@ -201,9 +202,7 @@ class TorchTensors:
                 follow_current(device)
         return PINNED if devices else None
 
-    def stepped(
-        self, values: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[bool], Callable[[], Sequence[bool]]]:
+    def stepped(self, values: Sequence[torch.Tensor]) -> Stepped:
         """Parameters and optimizer state; changes in place through `.data` are not counted."""
         return torch_steps.stepped(values)
 

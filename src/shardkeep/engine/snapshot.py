@@ -16,20 +16,21 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from shardkeep.arrays import Bytes, HostSource, Source, Staging
+from shardkeep.arrays import Bytes, HostSource, Source, Staging, lies_within
 from shardkeep.columns import Ints
 from shardkeep.dtypes import lookup
 from shardkeep.engine.arena import SEGMENT, Arena
 from shardkeep.engine.arriving import ArrivingSource, arriving_sources, image_of
 from shardkeep.engine.filling import Chunks, Filler
 from shardkeep.engine.parallel import run_in_order
-from shardkeep.memory import Addresses, address_of
+from shardkeep.memory import Addresses, Spans, address_of
 from shardkeep.planner import (
     BytesWriteData,
     Image,
     PlannedPlanner,
     SavePlan,
     SavePlanner,
+    StalePlan,
     WriteItem,
     WriteItems,
 )
@@ -73,20 +74,33 @@ class Held:
     """Knows their elements."""
 
     def part(
-        self, which: Mask, sources: Sequence[Source] | None = None, *, still: bool = False
+        self,
+        which: Mask,
+        sources: Sequence[Source] | None = None,
+        *,
+        still: bool = False,
+        within: Spans | None = None,
     ) -> Chunks:
         """Some of them, as they lie in the arena, and what they hold if that is elsewhere.
 
         With `still` nothing is changed until they are copied: where it is in host memory, which is
-        quick to find, is all that need be known then.
+        quick to find, is all that need be known then. Else `within` says where each of all chunks
+        must still lie when it is looked up: it may have other memory for a while.
         """
         rows, planner, items = self.rows[which], self.planner, self.items
+        places = None if within is None else within[which].tolist()
 
         def find(first: int, last: int) -> Sequence[Source]:
             # Not all before the first is copied: a device is at work meanwhile.
             if sources is not None:
                 return sources[first:last]
-            return planner.sources(items, rows[first:last])
+            found = planner.sources(items, rows[first:last])
+            if places is not None and not all(
+                lies_within(source, *place)
+                for source, place in zip(found, places[first:last], strict=True)
+            ):
+                raise StalePlan
+            return found
 
         columns = self.start[which], self.nbytes[which], self.itemsize[which]
         if not still:
@@ -166,10 +180,11 @@ class Snapshot:
         sources: Sequence[Source] | None = None,
         *,
         still: bool = False,
+        within: Spans | None = None,
     ) -> Copying:
-        """Some chunks, without which their units are not whole; `still` as in `Held.part`."""
+        """Some chunks, without which their units are not whole; the rest as in `Held.part`."""
         held = self.held
-        filler = Filler(held.part(which, sources, still=still), staging)
+        filler = Filler(held.part(which, sources, still=still, within=within), staging)
         units = _units_of(held.start[which], held.nbytes[which], self.unit, len(self._missing))
         with self._changed:
             self._missing[units] += 1
