@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -378,3 +379,26 @@ def test_blake3_digests(tmp_path):
     assert result.digest.startswith("blake3:")
     assert shardkeep.verify(tmp_path).ok
     assert shardkeep.open(tmp_path)["a"][299_999] == 1
+
+
+def test_what_is_counted_fails_no_save_that_is_committed(tmp_path, monkeypatch):
+    """Also where a clock stands still, and a storage counts what is no number."""
+
+    class Told(shardkeep.NativeWriter):
+        def write_data(self, plan, planner):
+            out = super().write_data(plan, planner)
+            self.stats["store"] = "s3"
+            return out
+
+    state = {"w": np.arange(1000.0)}
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    for number, save in enumerate((shardkeep.save, background_save)):
+        done = save(state, storage_writer=Told(tmp_path / str(number)), no_dist=True)
+        assert done.stats["bytes_per_s"] == 0
+    target = {"w": np.zeros(1000)}
+    assert shardkeep.load(target, tmp_path / "1", no_dist=True).stats["bytes_per_s"] == 0
+    assert (target["w"] == state["w"]).all()
+
+
+def background_save(*args, **options):
+    return shardkeep.async_save(*args, **options).result(60)

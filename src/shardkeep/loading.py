@@ -23,7 +23,7 @@ from shardkeep.planner import LoadPlan, Place, ReadItems
 from shardkeep.storage import ReadOnce, StorageReader
 from shardkeep.targets import Filling
 from shardkeep.wire import decode_load_plan, encode_load_plan
-from shardkeep.wording import stats_text
+from shardkeep.wording import StatsText, rate
 
 __all__ = ["LoadResult", "run_load"]
 
@@ -82,7 +82,7 @@ def run_load(
                 log.warning("reading again: %s", error)
                 reader.reset()
                 result = _load_once(state, reader, planner, coordinator, planned, read_once)
-        log.info("loaded %s: %s", (options or {}).get("checkpoint_id"), stats_text(result.stats))
+        log.info("loaded %s: %s", (options or {}).get("checkpoint_id"), StatsText(result.stats))
         return result
     finally:
         reader.close()
@@ -132,7 +132,7 @@ def _load_once(
         )
         planner.release()
     stats = {"open_s": opened - begun, "plan_s": times[0] - opened, "read_s": times[1] - times[0]}
-    stats |= {"bytes": result.nbytes, "bytes_per_s": result.nbytes / (times[1] - begun)}
+    stats |= {"bytes": result.nbytes, "bytes_per_s": rate(result.nbytes, times[1] - begun)}
     return replace(result, stats={**stats, **reader.stats})
 
 

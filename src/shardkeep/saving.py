@@ -20,7 +20,7 @@ from shardkeep.planner import Place, SavePlan, SavePlanner, StalePlan, WriteItem
 from shardkeep.planning import PlanMemory, Planning
 from shardkeep.storage import StorageWriter, WriteResult
 from shardkeep.tables import StateColumns
-from shardkeep.wording import stats_text
+from shardkeep.wording import StatsText, rate
 
 __all__ = ["SaveCancelled", "SaveResult", "Saving", "run_save"]
 
@@ -254,10 +254,10 @@ class Saving:
         laps = self._clock.laps
         stats = {**laps, **self._planning.stats, **self.writer.stats}
         written, seconds = sum(result.size_in_bytes for result in results), sum(laps.values())
-        stats |= {"bytes": written, "files": len(results), "bytes_per_s": written / seconds}
+        stats |= {"bytes": written, "files": len(results), "bytes_per_s": rate(written, seconds)}
         log.info(
             "saved %s: %d bytes in %.2f s; this rank: %s",
-            *(self.checkpoint_id, done.nbytes, seconds, stats_text(stats)),
+            *(self.checkpoint_id, done.nbytes, seconds, StatsText(stats)),
         )
         return SaveResult(
             self.checkpoint_id,

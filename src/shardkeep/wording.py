@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-__all__ = ["SHOWN", "faults_text", "names_text", "ranks_text", "shown", "stats_text"]
+__all__ = ["SHOWN", "StatsText", "faults_text", "names_text", "ranks_text", "rate", "shown"]
 
 SHOWN = 8
 """How many names or ranks an error lists."""
@@ -39,18 +39,31 @@ def faults_text(what: str, faults: Sequence[str], advice: str, count: int = 0) -
     return f"{what}:\n  " + "\n  ".join(faults[:SHOWN]) + more + f"\n{advice}"
 
 
-def stats_text(stats: Mapping[str, float]) -> str:
-    """What was counted, for the log.
+class StatsText:
+    """What was counted, for the log; made only if somebody reads that, whatever a storage counts.
 
-    >>> stats_text({"files": 2.0, "read_s": 0.1234, "bytes_per_s": 3e9})
-    'files 2, read_s 0.123, bytes_per_s 3000000000'
+    >>> str(StatsText({"files": 2.0, "read_s": 0.1234, "bytes_per_s": 3e9, "store": "s3"}))
+    'files 2, read_s 0.123, bytes_per_s 3000000000, store s3'
     """
-    return ", ".join(
-        f"{key} {value:.3f}"
-        if key.endswith("_s") and not key.endswith("_per_s")
-        else f"{key} {value:.0f}"
-        for key, value in stats.items()
-    )
+
+    def __init__(self, stats: Mapping[str, float]) -> None:
+        """Kept as they are."""
+        self._stats = stats
+
+    def __str__(self) -> str:
+        """Seconds with three digits."""
+        return ", ".join(f"{key} {self._number(key, n)}" for key, n in self._stats.items())
+
+    @staticmethod
+    def _number(key: str, number: object) -> str:
+        if not isinstance(number, int | float):
+            return str(number)
+        return f"{number:.{3 if key.endswith('_s') and not key.endswith('_per_s') else 0}f}"
+
+
+def rate(nbytes: int, seconds: float) -> float:
+    """Bytes per second; 0 where a clock did not move."""
+    return nbytes / seconds if seconds > 0 else 0.0
 
 
 _BRACKETS: dict[type, tuple[str, str]] = {
