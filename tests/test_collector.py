@@ -1,5 +1,6 @@
 """The collector is paused while others plan, and never for good."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -117,6 +118,30 @@ def test_two_pauses_end_with_the_last(end_all_pauses):
     one.end()
     assert is_collector_paused()
     other.end()
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("moment", ["set_threshold", "get_threshold"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_an_interrupt_anywhere_leaves_it_on(end_all_pauses, monkeypatch, moment, count):
+    end_all_pauses()
+    before, real = gc.get_threshold(), getattr(gc, moment)
+    left = [count]
+
+    def interrupted(*args):
+        out = real(*args)
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return out
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(gc, moment, interrupted)
+        with paused_collector():
+            pass
+    assert gc.get_threshold() == before
+    with paused_collector():
+        assert is_collector_paused()
     assert gc.get_threshold() == before
 
 

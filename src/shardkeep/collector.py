@@ -28,34 +28,42 @@ _NEVER = 2_000_000_011
 
 
 class _Threshold:
-    """The collector's, while somebody has it paused."""
+    """The collector's, while somebody has it paused.
+
+    An interrupt may come anywhere, so there is no lock and no count that it could leave wrong: who
+    pauses is known by an object of its own, and gone with that.
+    """
 
     def __init__(self) -> None:
-        # A signal's handler, which may save too, interrupts anything on its own thread.
-        self._lock = threading.RLock()
-        self._holders = 0
+        self._holders: weakref.WeakSet[object] = weakref.WeakSet()
         self._before = gc.get_threshold()
 
-    def hold(self) -> None:
-        """One more who has it paused."""
-        with self._lock:
-            self._holders += 1
-            now = gc.get_threshold()
-            if now[0] != _NEVER:
-                self._before = now
-                gc.set_threshold(_NEVER, *now[1:])
+    def hold(self, who: object) -> None:
+        """One more has it paused."""
+        self._holders.add(who)
+        now = gc.get_threshold()
+        if now[0] != _NEVER:
+            self._before = now
+            gc.set_threshold(_NEVER, *now[1:])
 
-    def release(self) -> None:
+    def release(self, who: object) -> None:
         """One less."""
-        with self._lock:
-            self._holders = max(0, self._holders - 1)
-            if not self._holders and is_collector_paused():
-                gc.set_threshold(*self._before)
+        self._holders.discard(who)
+        if not self._holders and is_collector_paused():
+            gc.set_threshold(*self._before)
 
     def release_all(self) -> None:
         """In a process that was forked: whoever would have is not in it."""
-        self._lock, self._holders = threading.RLock(), 0
-        self.release()
+        self._holders = weakref.WeakSet()
+        self.release(self)
+
+
+class _Holder:
+    """Who pauses the collector while a function runs."""
+
+    def __del__(self) -> None:
+        """Also where an interrupt kept it from saying so."""
+        _threshold.release(self)
 
 
 _threshold = _Threshold()
@@ -69,11 +77,12 @@ def is_collector_paused() -> bool:
 @contextlib.contextmanager
 def paused_collector() -> Iterator[None]:
     """Without collections inside; afterwards as before."""
-    _threshold.hold()
+    holder = _Holder()
     try:
+        _threshold.hold(holder)
         yield
     finally:
-        _threshold.release()
+        _threshold.release(holder)
 
 
 class CollectorPause:
@@ -107,7 +116,7 @@ class CollectorPause:
                 timer.cancel()
                 return
             self._timer = timer
-            _threshold.hold()
+            _threshold.hold(self)
 
     def end_soon(self) -> None:
         """The driver has made its last call."""
@@ -125,7 +134,7 @@ class CollectorPause:
             timer, self._timer = self._timer, None
             if timer is not None:
                 timer.cancel()
-                _threshold.release()
+                _threshold.release(self)
 
     def forget(self) -> None:
         """In a process that was forked meanwhile, in which no timer runs."""
