@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
+import weakref
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -15,6 +18,7 @@ import shardkeep
 from shardkeep import DefaultSavePlanner, NativeWriter, PlanError
 from shardkeep.behind import Run
 from shardkeep.engine.snapshot import Snapshot
+from shardkeep.saving import Saving
 from shardkeep.stores.local import WriteFile
 
 
@@ -172,6 +176,55 @@ def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, m
                 keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
         keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
     assert shardkeep.verify(tmp_path / "b").ok
+
+
+@pytest.mark.parametrize("moment", ["fail", "release_state"])
+def test_a_second_interrupt_leaves_nobody_waiting(tmp_path, monkeypatch, moment):
+    """It comes while the first is told to the thread that writes, which has come to its end."""
+    place = Snapshot if moment == "fail" else Saving
+    real = getattr(place, moment)
+    came = []
+
+    def interrupt(self):
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    def interrupted(self, *args):
+        if threading.current_thread() is threading.main_thread():
+            came.append(moment)
+            if moment == "fail" or len(came) == 2:
+                real(self, *args)
+                raise KeyboardInterrupt
+        real(self, *args)
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "_complete", interrupt)
+            patch.setattr(place, moment, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        assert keeper._background.wait(LONG_S)
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
+    assert came
+    assert shardkeep.verify(tmp_path / "b").ok
+
+
+def test_the_state_may_go_after_an_interrupt(tmp_path, monkeypatch):
+    def interrupt(self, inside):
+        raise KeyboardInterrupt
+
+    def save(keeper):
+        state = {"w": np.ones(9)}
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "begin", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save(state, tmp_path / "a")
+        return weakref.ref(state["w"])
+
+    with shardkeep.Checkpointer() as keeper:
+        alive = save(keeper)
+        gc.collect()
+        assert alive() is None
 
 
 def test_a_thread_that_does_not_start_is_an_error_of_the_call(tmp_path, monkeypatch):

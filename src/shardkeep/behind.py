@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -26,6 +28,9 @@ from shardkeep.wording import names_text
 __all__ = ["Handover", "Run"]
 
 log = logging.getLogger("shardkeep")
+
+LOOK_S = 1.0
+"""Between two looks at whether a snapshot has failed, of which one is told at once."""
 
 
 class Handover:
@@ -117,20 +122,23 @@ class Run:
             writing.start()
             self._take()
         except BaseException as error:
-            self._fail(error)
-            if inside.keep() or not isinstance(error, Exception):
-                self.handle.mark_seen()  # it is raised here
+            is_raised = inside.keep() or not isinstance(error, Exception)
+            if is_raised:
+                self.handle.mark_seen()
+            self._fail(_without_frames(error) if is_raised else error)
+            if is_raised:
                 raise
 
     def give_up(self, error: BaseException, inside: contextlib.ExitStack) -> None:
         """No thread has begun to write, and none will; the error is raised here."""
-        self._fail(error)
+        told = _without_frames(error)
+        self._fail(told)
         self.handle.mark_seen()
         try:
             with inside, self._saving.aborting():
                 raise error
         finally:
-            self.handle.end(error)
+            self.handle.end(told)
 
     def _stop_when_cancelled(self, inside: contextlib.ExitStack) -> None:
         """A cancelled save writes no further unit."""
@@ -201,13 +209,16 @@ class Run:
                 "an array got another shape, type or place before the snapshot was complete; with "
                 'snapshot="lazy", nothing but values may change before handle.wait_staged()'
             )
-        self._taken.fail(error)
-        self._steps = Steps()
-        self._saving.release_state()
-        for future in (self._arrived, self.handle.staged):
-            with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
-                future.set_exception(error)
-        self._may_write.set()
+        # Another interrupt may come at any moment, and nobody may be left waiting.
+        try:
+            self._taken.fail(error)
+            for future in (self._arrived, self.handle.staged):
+                with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
+                    future.set_exception(error)
+        finally:
+            self._may_write.set()
+            self._steps = Steps()
+            self._saving.release_state()
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -244,6 +255,13 @@ class Run:
                 "next step, or handle.wait_staged()"
             )
 
+    def _wait_arrived(self) -> None:
+        """Until everything is in the arena, or never will be, whoever was kept from saying so."""
+        while not self._arrived.done():
+            wait_for([self._arrived], LOOK_S)
+            self._taken.check()
+        self._arrived.result()
+
     def _is_cancelled(self) -> bool:
         """Asked once, when all is written; what comes later comes too late."""
         cancelled = self.handle.is_cancelling
@@ -260,7 +278,7 @@ class Run:
             with inside.stack:
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
-                    self._plan, planner, self._is_cancelled, self._arrived.result
+                    self._plan, planner, self._is_cancelled, self._wait_arrived
                 )
                 assert result is not None
                 outcome = replace(result, stats={**result.stats, "stall_s": self._stall_s})
@@ -276,6 +294,17 @@ class Run:
             _clear_frames(error)  # they hold parts of the arena, and a handle may be kept for long
         self._taken.fail(RuntimeError("the save has ended"))
         handle.end(outcome)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error for who asks later, without the frames that it is raised in: they hold the
+    state."""
+    try:
+        made = copy.copy(error)
+    except Exception:  # a class may take anything
+        return error
+    made.__traceback__ = made.__context__ = made.__cause__ = None
+    return made
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -19,10 +20,33 @@ def test_every_task_is_done_once(threads):
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_one_task_alone_is_done_by_the_caller(count):
+@pytest.mark.parametrize("here", [False, True])
+def test_one_task_alone_is_done_by_the_caller_where_it_may_be(count, here):
     names = []
-    run_in_order([0] * count, lambda _: names.append(threading.current_thread()), 4)
-    assert names == [threading.current_thread()] * count
+    run_in_order([0] * count, lambda _: names.append(threading.get_ident()), 4, alone_here=here)
+    assert [name == threading.get_ident() for name in names] == [here] * count
+
+
+def test_an_interrupt_does_not_wait_for_one_task_alone(monkeypatch):
+    """A disk that hangs takes no signal."""
+    monkeypatch.setattr(parallel, "GRACE_S", 0.1)
+    release = threading.Event()
+    timer = threading.Timer(0.2, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_order([0], lambda _: release.wait(30), 4)
+    assert time.monotonic() - begun < 10
+    release.set()
+    timer.join()
+
+
+@pytest.fixture(autouse=True)
+def interrupts():
+    """A shell starts what runs behind it with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])

@@ -179,7 +179,7 @@ def _touch(memory: Bytes, threads: int) -> None:
         if advise is None or not advise(piece):
             piece[:: mmap.PAGESIZE] |= 0
 
-    run_in_order(range(0, len(memory), part), touch, threads)
+    run_in_order(range(0, len(memory), part), touch, threads, alone_here=True)
 
 
 def _populate(memory: Bytes) -> bool:

@@ -47,7 +47,7 @@ def digest_memory(
         digests.add_run(first, [low] * len(parts), parts)
         worked()
 
-    run_in_order(list(_tasks(nbytes)), work, threads)
+    run_in_order(list(_tasks(nbytes)), work, threads, alone_here=True)
     return digests.results()
 
 
@@ -98,5 +98,5 @@ def digest_sources(
             digests.add_stretch(chunks.start, rows, low, data.data)
         worked()
 
-    run_in_order(range(0, total, pool.unit), work, min(threads, pool.threads))
+    run_in_order(range(0, total, pool.unit), work, min(threads, pool.threads), alone_here=True)
     return digests.results()

@@ -28,6 +28,8 @@ def run_in_order(
     work: Callable[[T], None],
     threads: int,
     on_stop: Callable[[], None] = lambda: None,
+    *,
+    alone_here: bool = False,
 ) -> None:
     """Do `work` on every task; tasks are started in order, and the first error is raised here.
 
@@ -35,11 +37,12 @@ def run_in_order(
 
     Threads are daemons: after an error, one that is stuck in the kernel keeps neither the caller
     nor the exit waiting. Every error counts, whichever thread it happens on. One task alone is done
-    by the caller: a thread takes longer to start than many a task.
+    by the caller if it may be, `alone_here`: a thread takes longer to start than many a task, but
+    without one an interrupt waits for a disk.
     """
     if isinstance(tasks, Sized):
         threads = min(threads, len(tasks))
-    if threads <= 1:
+    if threads < 1 or (alone_here and threads == 1):
         for task in tasks:
             work(task)
         return

@@ -205,7 +205,7 @@ class Snapshot:
                 fill(number)
                 self._came(number)
 
-            run_in_order(copying.units.tolist(), work, min(self._threads, len(copying.units)))
+            run_in_order(copying.units.tolist(), work, self._threads, alone_here=True)
             return
         for number in copying.units.tolist():
             self._make_ready(min((number + 1) * unit, length), copying.staging)
@@ -242,15 +242,15 @@ class Snapshot:
         first, last = low // self.unit, -(-high // self.unit)
         with self._changed:
             while self._missing[first:last].any():
-                self._check()
+                self.check()
                 self._changed.wait()
         for number in range(first, last):
             for arrived in self._arrived.get(number, ()):
                 while not arrived():
                     with self._changed:
-                        self._check()
+                        self.check()
                         self._changed.wait(LOOK_S)
-        self._check()
+        self.check()
 
     def is_settled(self) -> bool:
         """Whether threads have ended to copy; a device may still be at it."""
@@ -263,7 +263,8 @@ class Snapshot:
             self.wait(low, high)
             yield high
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what went wrong."""
         if self._error is not None:
             raise self._error
 

@@ -181,8 +181,8 @@ class _FileWriter:
         turning = self._payload.late_start // layout.block * layout.block
         threads = self._threads()
         with self._writers:
-            run_in_order(self._strips(turning, threads), self._next_strip, threads)
-            run_in_order(self._put_off, self._digest_all, threads)
+            run_in_order(self._strips(turning, threads), self._next_strip, threads, alone_here=True)
+            run_in_order(self._put_off, self._digest_all, threads, alone_here=True)
             self._is_last = True
             self._strip((turning, layout.payload))
         # They know this and this knows them: a circle, in which an image would stay for as long as
