@@ -25,6 +25,7 @@ from shardkeep.engine.budget import (
     io_threads,
 )
 from shardkeep.engine.digests import CONTENT_PIECE
+from shardkeep.formats.native import writer as native_writer
 from shardkeep.formats.native.reader import NativeReader
 
 
@@ -170,6 +171,32 @@ def test_no_more_buffers_are_kept_than_a_smaller_budget_has():
             pool.give(buffer)
         pool.close()
         assert [len(buffer) for buffer in spares._free] == [1 << 20] * most
+
+
+def test_buffers_that_a_save_does_not_use_are_kept_within_its_budget(tmp_path, monkeypatch):
+    state = {"w": np.arange(8 << 20, dtype=np.float32)}
+    with shardkeep.Checkpointer() as keeper:
+        keeper.save(state, tmp_path / "a", memory_budget=1 << 30)
+        spares = keeper.coordinator.memory["buffers"]
+        assert spares._free
+        seen = []
+
+        def compare(*args, **options):
+            seen.append(spares.at_most(1 << 40))
+            return real(*args, **options)
+
+        real = native_writer.compare
+        monkeypatch.setattr(native_writer, "compare", compare)
+        keeper.save(state, tmp_path / "b", base=tmp_path / "a", memory_budget=8 << 20)
+        assert seen == [0]
+
+
+def test_buffers_of_another_size_go_with_a_smaller_budget():
+    spares = Spares()
+    for nbytes in (4 << 20, 1 << 20, 4 << 20, 1 << 20, 1 << 20):
+        spares.keep(np.zeros(nbytes, np.uint8))
+    spares.trim(2, 1 << 20)
+    assert [len(buffer) for buffer in spares._free] == [1 << 20] * 2
 
 
 def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):

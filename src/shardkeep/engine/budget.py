@@ -21,6 +21,7 @@ from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
 __all__ = [
     "DIGESTING",
+    "KEPT",
     "MINIMUM_BUDGET",
     "BufferPool",
     "Spares",
@@ -40,6 +41,8 @@ DIGESTING = 3
 each block and taken again: more of them wait for it more than they digest."""
 SHARE = 4 << 20
 """The least one thread can work with."""
+KEPT = 16
+"""One part of a budget in so many may be kept for others."""
 
 
 def usable_cores(ranks_on_host: int = 1) -> int:
@@ -143,9 +146,15 @@ class Spares:
         self._free.clear()
         return 0
 
-    def trim(self, most: int) -> None:
-        """Let go of all but so many, of which a smaller budget consists."""
-        del self._free[most:]
+    def trim(self, most: int, nbytes: int) -> None:
+        """Let go of all but so many of this size, of which a smaller budget consists."""
+        kept: list[Bytes] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                buffer = self._free.pop()  # nobody else can take it meanwhile
+                if len(buffer) == nbytes and len(kept) < most:
+                    kept.append(buffer)
+        self._free.extend(kept)
 
 
 class BufferPool:
@@ -173,8 +182,10 @@ class BufferPool:
         self.staging = staging
         self._spares = spares if staging is None else None
         self._allocate = page_aligned if staging is None else staging.allocate
+        if spares is not None and staging is not None:
+            spares.at_most(budget // KEPT)
         if self._spares is not None:
-            self._spares.trim(self.threads)
+            self._spares.trim(self.threads, self.unit)
             self._allocate = self._spares.allocate
         self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0

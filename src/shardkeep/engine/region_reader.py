@@ -15,7 +15,7 @@ import numpy as np
 from shardkeep.arrays import Bytes, FlatSink, HostPlaces, Sink, Staging
 from shardkeep.coordination import Coordinator
 from shardkeep.engine.blocks import BlockFile
-from shardkeep.engine.budget import BufferPool, Spares, checked_budget, io_threads
+from shardkeep.engine.budget import KEPT, BufferPool, Spares, checked_budget, io_threads
 from shardkeep.engine.byte_runs import BYTE, ByteRuns
 from shardkeep.engine.read_once import read_shared
 from shardkeep.engine.reading import READ_STATS, Reading
@@ -41,10 +41,6 @@ class Planned:
     """Reads what does not, and looks at what was read."""
     apart: int = 0
     """Bytes of what does not."""
-
-
-KEPT = 16
-"""One part of a budget in so many may be kept for others."""
 
 
 class RegionReader(ColumnReader):

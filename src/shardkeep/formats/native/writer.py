@@ -21,6 +21,7 @@ from shardkeep.arrays import Staging
 from shardkeep.collector import paused_collector
 from shardkeep.columns import Ints
 from shardkeep.engine.budget import (
+    KEPT,
     MINIMUM_BUDGET,
     BufferPool,
     Spares,
@@ -260,6 +261,8 @@ class NativeWriter(StorageWriter):
         behind, budget = isinstance(planner, StagedPlanner), self._budget()
         items, threads = WriteItems.of(plan.items), self._cores(behind)
         alone = behind or budget < WRITE_EARLY
+        if alone and self.spares is not None:
+            self.spares.at_most(budget // KEPT)
         pool = BufferPool(
             budget if alone else budget // 2, threads, self.block, staging=planner.staging
         )
