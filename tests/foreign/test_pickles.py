@@ -12,6 +12,7 @@ import struct
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -465,6 +466,81 @@ def test_numbers_that_collide_as_keys_are_not_looked_for_for_ever():
     pairs = b"](" + b"".join(b"](J" + struct.pack("<i", n) + b"Ne" for n in numbers) + b"e"
     with pytest.raises(FormatError, match="other arguments"):
         pickles.load(p4(glob("collections", "OrderedDict") + pairs + b"\x85R"), where="x")
+
+
+def colliding_tuples(count: int) -> list[tuple[int, ...]]:
+    """Tuples of one hash: the last number of each takes back what the one before it changed."""
+    size, factor = 2**64, 14029467366897019727
+
+    def step(mixed: int, item: int) -> int:
+        mixed = (mixed + item * factor) % size
+        return (mixed << 31 | mixed >> 33) % size * 11400714785074694791 % size
+
+    front = 2870177450012600261
+    for _ in range(97):
+        front = step(front, 300)
+    found: list[tuple[int, ...]] = []
+    number = 1
+    while len(found) < count:
+        number += 1
+        last = (123456789 - step(front, number)) * pow(factor, -1, size) % size
+        last -= size if last >= 2**63 else 0
+        if -(2**61) + 1 < last < 2**61 - 1 and last != -1:  # such a number is its own hash
+            found.append((*[300] * 97, number, last))
+    return found
+
+
+def test_tuples_that_collide_are_not_looked_for_for_ever():
+    tuples = colliding_tuples(600)
+    assert len(set(map(hash, tuples))) == 1
+    limits = pickles.Limits(searching=0.02)
+    table = dict.fromkeys(tuples)
+    for value in (table, collections.Counter(table), set(tuples), frozenset(tuples)):
+        for protocol in (2, 4):
+            with pytest.raises(UnsafeCheckpointError, match="tuples as keys that take far"):
+                pickles.load(pickle.dumps(value, protocol), where="x", limits=limits)
+
+
+def test_states_of_tuples_that_collide_are_not_joined_for_ever():
+    state = pickle.dumps(dict.fromkeys(colliding_tuples(400)), 2)[2:-1]
+    before = b"}" + u("a") + b"Nsr\xf0\1\0\0" + state + b"r\xf1\1\0\0" + glob("m", "S") + b")R"
+    body = before + b"j\xf0\1\0\0j\xf1\1\0\0\x86b" * 200
+    begun = time.thread_time()
+    with pytest.raises(UnsafeCheckpointError, match="far too long to find"):
+        pickles.load(p4(body), where="x", classes=records("m", "S"))
+    assert time.thread_time() - begun < 3
+
+
+def test_what_takes_long_to_look_for_is_not_shared_for_ever():
+    slow = dict.fromkeys(colliding_tuples(600))
+    assert pickles.load(pickle.dumps([slow, slow]), where="x") == [slow, slow]
+    for each in (slow, set(slow)):
+        with pytest.raises(UnsafeCheckpointError, match="values that share parts"):
+            pickles.load(pickle.dumps([each] * 100), where="x")
+
+
+def test_a_tuple_as_a_key_again_and_again_is_not_walked_for_ever():
+    numbers, text = b"(" + b"K\1" * 99 + b"tq\0", b"X" + struct.pack("<I", 10**6) + b"x" * 10**6
+    longs = b"(" + text + b"2" * 98 + b"tq\0(" + text + b"2" * 98 + b"tq\1"
+    for tuples, keys in ((numbers, b"h\0N" * 300_000), (longs, b"h\0Nh\1N" * 10_000)):
+        begun = time.thread_time()
+        with pytest.raises(UnsafeCheckpointError, match="too large keys"):
+            pickles.load(p4(tuples + b"}(" + keys + b"u"), where="x")
+        assert time.thread_time() - begun < 3
+
+
+def test_uuids_that_would_collide_are_few():
+    made = {uuid.UUID(int=at): None for at in range(2600)}
+    assert len(pickles.load(pickle.dumps(dict(list(made.items())[:2500])), where="x")) == 2500
+    with pytest.raises(UnsafeCheckpointError, match="too many or too large keys"):
+        pickles.load(pickle.dumps(made), where="x")
+
+
+def test_many_tuples_are_keys_and_members():
+    merges = {(f"a{at}", "b"): at for at in range(50_000)}
+    for protocol in (2, 4):
+        state = pickles.load(pickle.dumps([merges, set(merges)], protocol), where="x")
+        assert state == [merges, set(merges)]
 
 
 def test_many_numbers_that_nobody_chose_are_keys_and_members():

@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from time import thread_time
 from typing import Any
 
 from shardkeep.errors import FormatError, UnsafeCheckpointError
 
-__all__ = ["Constant", "Global", "Limits", "StandIn", "check_graph", "check_key"]
+__all__ = ["SEARCH", "Constant", "Global", "Limits", "StandIn", "check_graph", "check_key"]
+
+SEARCH = 5e-6
+"""Seconds in which any key is found whose hash nobody chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +37,14 @@ class Limits:
     """Bytes that calls look at and copy, beyond 48 for each byte of the pickle."""
     expanded: int = 1_000_000
     """Containers beyond 16 times as many as there are, if shared ones are counted wherever they
-    occur."""
+    occur; and as many as it takes microseconds to look for keys whose hashes were chosen."""
     odd_keys: int = 10_000
-    """Keys and members whose hashes a writer can choose: tuples, complex and long numbers."""
+    """Keys and members whose hashes a writer can choose with ease, as long and complex numbers, or
+    that take long to look at: long tuples, and tuples in tuples."""
     searching: float = 0.5
-    """Seconds of looking for the places of numbers among keys, beyond some microseconds for each:
-    their hashes can be chosen, too, but there may be many that nobody chose."""
+    """Seconds of looking for the places of keys other than texts, beyond some microseconds for
+    each: the hashes of numbers and of tuples of them can be chosen, too, but there may be many that
+    nobody chose."""
     long: int = 1 << 10
     """Bytes of one integer: Python prints none that is much longer."""
     line: int = 1 << 20
@@ -75,6 +81,9 @@ class StandIn:
     flat = False
     """True where `build` lets in nothing that `inside` would have to give."""
 
+    chosen = False
+    """True where a writer can choose the hash of what it becomes in the end."""
+
     def build(self, state: Any) -> None:
         """Take the state that a pickle sets; whatever does not fit is a `ValueError`."""
         raise ValueError(f"a {type(self).__name__} has no state")
@@ -87,8 +96,11 @@ class StandIn:
 _ATOMS: frozenset[type] = frozenset({str, int, float, bool, type(None), bytes, bytearray, complex})
 _SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
+_HASHED = _MAPPINGS | {set, frozenset}
 _CHOSEN = 4
 """What a key counts whose hash is easily chosen: others are slow to find."""
+_ITEM = 48
+"""Bytes that each item of a tuple counts: no more than a byte of the pickle allows for."""
 _PLAIN_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
@@ -162,7 +174,21 @@ def _enter(
         raise FormatError(f"{where}: values nested deeper than {limits.depth}")
     known[id(value)] = (-1, 0)
     path.append(_Visit(value, iter([item for item in inner if type(item) not in skip])))
+    path[-1].size += _searched(value)
     return True
+
+
+def _searched(value: Any) -> int:
+    """Microseconds beyond the usual in which its keys are looked for. Whoever copies the values
+    spends them wherever it occurs."""
+    if type(value) not in _HASHED:
+        return 0
+    kinds = set(map(type, value))
+    if all(kind is str or issubclass(kind, StandIn) for kind in kinds):
+        return 0
+    begun = thread_time()
+    dict.fromkeys(value)  # a set of a set would be a copy, and look for nothing
+    return max(0, int((thread_time() - begun - SEARCH * len(value)) * 1e6))
 
 
 def _leave(
@@ -180,22 +206,31 @@ def _leave(
         path[-1].count(visit.size, visit.height, where)
 
 
-def check_key(key: Any, where: str, depth: int = 0) -> int:
-    """How much a key counts towards `Limits.odd_keys`; refuses those that must not be hashed."""
+def check_key(key: Any, where: str, depth: int = 0) -> tuple[int, int]:
+    """How much a key counts towards `Limits.odd_keys`, and the bytes that are looked at to hash it
+    and to compare it with an equal one; refuses those that must not be hashed."""
     kind = type(key)
-    if kind in _PLAIN_KEYS or isinstance(key, StandIn):
-        return 0
+    if kind in _PLAIN_KEYS:
+        return 0, 0
+    if isinstance(key, StandIn):
+        return (_CHOSEN if key.chosen else 0), 0
     if kind is int:
-        return 0 if -(2**64) < key < 2**64 else _CHOSEN
+        return (0 if -(2**64) < key < 2**64 else _CHOSEN), 0
     if kind is Global:
         raise UnsafeCheckpointError(f"{where}: {key.name} is used as a key")
     if isinstance(key, tuple):
         if depth > 8:
             raise FormatError(f"{where}: tuples nested too deep for a key")
-        count = 1 + len(key) // 100
+        # A tuple costs what is in it; those inside of it may be the same one many times.
+        count, size = bool(depth) + len(key) // 100, _ITEM * len(key)
         for item in key:
-            count += check_key(item, where, depth + 1)
+            if type(item) is str or type(item) is bytes:
+                size += len(item)
+                continue
+            inner, more = check_key(item, where, depth + 1)
+            count += inner
+            size += more
             if count > 10_000:
                 raise FormatError(f"{where}: a tuple too large for a key")
-        return count
-    return _CHOSEN
+        return count, size
+    return _CHOSEN, 0

@@ -17,7 +17,7 @@ from typing import Any, Final, NoReturn
 
 from shardkeep.collector import paused_collector
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
-from shardkeep.foreign.graphs import Constant, Global, Limits, StandIn, check_key
+from shardkeep.foreign.graphs import SEARCH, Constant, Global, Limits, StandIn, check_key
 
 __all__ = ["Classes", "Cut", "interpret"]
 
@@ -323,15 +323,17 @@ class _Machine:
             return
         for key in keys:
             if type(key) is not str:
-                self.odd_keys -= check_key(key, self.where)
-                if self.odd_keys < 0:
-                    raise self.unsafe("has too many keys that are neither texts nor numbers")
+                count, size = check_key(key, self.where)
+                self.odd_keys -= count
+                self.room -= size
+                if self.odd_keys < 0 or self.room < 0:
+                    raise self.unsafe("has too many or too large keys that are no texts")
 
     def searched(self, begun: float, count: int = 1) -> None:
         """Places of keys were looked for since then."""
-        self.searching += count * _SEARCH - (thread_time() - begun)
+        self.searching += count * SEARCH - (thread_time() - begun)
         if self.searching < 0:
-            raise self.unsafe("has numbers as keys that take far too long to find")
+            raise self.unsafe("has numbers or tuples as keys that take far too long to find")
 
     def add(self, target: set[Any], items: Sequence[Any]) -> None:
         """Members to a set."""
@@ -401,7 +403,10 @@ class _Machine:
                     raise self.heavy()
             else:
                 self.charge(state if type(state) is tuple else (state,))
+            begun = thread_time() if type(state) is tuple else None
             target.build(state)
+            if begun is not None:  # attributes of a class with slots are joined in one dict
+                self.searched(begun, sum(len(part) for part in state if type(part) is dict))
         elif type(target) not in _MAPPINGS or type(state) is not dict:
             # Attributes of a dict, as `_metadata` of a module's state, are left out.
             raise self.unsafe(f"sets the state of a {type(target).__name__}")
@@ -423,14 +428,16 @@ class _Machine:
             raise ValueError("a key without a value")
         rest = iter(items)
         for key, value in zip(rest, rest, strict=True):
-            if type(key) is not str:
-                self.check_keys([key])
-            if type(key) in _NUMBERS:
-                begun = thread_time()
+            if type(key) is str:
                 target[key] = value
-                self.searched(begun)
-            else:
+                continue
+            self.check_keys((key,))
+            if isinstance(key, StandIn):  # found by what it is: nobody chose that
                 target[key] = value
+                continue
+            begun = thread_time()
+            target[key] = value
+            self.searched(begun)
 
     def add_all(self) -> None:
         items = self.items()
@@ -548,11 +555,8 @@ _HASHING: Final = frozenset(
 _COPYING: Final = frozenset(
     {"builtins.dict", "__builtin__.dict", "collections.OrderedDict", "collections.Counter"}
 )
-_NUMBERS: Final = frozenset({int, float})
 _AT_ONCE: Final = 64
 """Members of a set that are added between two looks at the clock."""
-_SEARCH: Final = 5e-6
-"""Seconds in which any key is found whose hash nobody chose."""
 
 
 def _numbers(code: bytes) -> tuple[int, ...] | None:

@@ -215,6 +215,8 @@ class Uuid(StandIn):
 
     __slots__ = ("number",)
 
+    chosen = True
+
     def __init__(self) -> None:
         self.number: int | None = None
 
