@@ -227,8 +227,15 @@ class _Machine:
             raise self.unsafe("refers to buffers outside of itself")
         raise ValueError(f"there is no opcode {code:#04x}")
 
+    def excessive(self, what: str) -> UnsafeCheckpointError:
+        return UnsafeCheckpointError(
+            f"{self.where}: the pickle {what} (byte {self.pos - self.start}). Reading it would "
+            "take far more time or memory than its length explains, so nothing of it is read. If "
+            "it is yours, save plain values and tensors instead, and less of them in one file."
+        )
+
     def heavy(self) -> UnsafeCheckpointError:
-        return self.unsafe("makes far more objects than its length explains")
+        return self.excessive("makes far more objects than its length explains")
 
     def made(self) -> None:
         """A container was made."""
@@ -327,13 +334,13 @@ class _Machine:
                 self.odd_keys -= count
                 self.room -= size
                 if self.odd_keys < 0 or self.room < 0:
-                    raise self.unsafe("has too many or too large keys that are no texts")
+                    raise self.excessive("has too many or too large keys that are no texts")
 
     def searched(self, begun: float, count: int = 1) -> None:
         """Places of keys were looked for since then."""
         self.searching += count * SEARCH - (thread_time() - begun)
         if self.searching < 0:
-            raise self.unsafe("has numbers or tuples as keys that take far too long to find")
+            raise self.excessive("has numbers or tuples as keys that take far too long to find")
 
     def add(self, target: set[Any], items: Sequence[Any]) -> None:
         """Members to a set."""
