@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from foreign_files import DATA, arrays_of, without_libraries
+from safetensors.numpy import save_file as np_save
 
 import shardkeep
 from shardkeep.errors import (
@@ -152,6 +153,32 @@ def test_metrics_of_a_manager_and_steps_of_older_versions(tmp_path):
     shutil.copytree(step / "state", step / "more.orbax-checkpoint-tmp-1")
     with pytest.raises(FormatError, match="not finished"):
         orbax.find(step)
+
+
+def write_tree(folder, text):
+    folder.mkdir(parents=True)
+    tree = {"tree_metadata": {"a": leaf("a", kind="string")}, "use_ocdbt": False}
+    (folder / "_METADATA").write_text(json.dumps(tree))
+    (folder / "_strings.json").write_text(json.dumps({"a": text}))
+
+
+@pytest.mark.parametrize("inner", ["flax", "flax_1", "flax_1/params"])
+def test_a_model_with_a_folder_of_orbaxs_is_what_the_rest_of_it_is(tmp_path, inner):
+    write_tree(tmp_path / inner, "hi")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / ".gitattributes").write_text("")
+    assert orbax.recognises(tmp_path)
+    np_save({"w": W}, tmp_path / "model.safetensors")
+    assert not orbax.recognises(tmp_path)
+    with shardkeep.open(tmp_path) as checkpoint:
+        assert list(checkpoint.state_dict()) == ["w"]
+    (tmp_path / inner / "_CHECKPOINT_METADATA").write_text("{}")
+    assert not orbax.recognises(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert not orbax.recognises(tmp_path)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors.index.json")
+    assert not orbax.recognises(tmp_path)
+    assert orbax.find(tmp_path / inner).state == {"a": "hi"}
 
 
 # --- damage and harm ------------------------------------------------------------------------------

@@ -17,6 +17,11 @@ __all__ = ["TREE", "Leaf", "Tree", "is_checkpoint", "items_of", "read_json", "re
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
+_OWN = frozenset({CHECKPOINT, "commit_success.txt", "orbax.checkpoint"})
+"""Files that Orbax writes beside items."""
+_TEXTS = (".json", ".md", ".txt", ".yaml", ".yml")
+"""How files end that people put there, and that hold no tensors; an index tells of some."""
+_INDEX = ".index.json"
 _MAX_JSON = 1 << 30
 _MAX_DEPTH = 64
 SEQUENCE, DICT = 1, 2
@@ -73,8 +78,23 @@ def _folders(path: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir())
 
 
+def _is_alone(path: Path) -> bool:
+    """Whether nothing of another system lies there: a model of Hugging Face may have a folder with
+    the same in Orbax's form, and is still one of Hugging Face."""
+    with os.scandir(path) as entries:
+        names = [entry.name for entry in entries if not entry.is_dir()]
+    return all(
+        name in _OWN
+        or name.startswith(".")
+        or (name.endswith(_TEXTS) and not name.endswith(_INDEX))
+        for name in names
+    )
+
+
 def _trees(path: Path) -> list[str]:
     """Names of items that are trees: before version 0.10 nothing else said what a step holds."""
+    if not _is_alone(path):
+        return []
     return [name for name in _folders(path) if _says(path / name / TREE, b'"tree_metadata"')]
 
 
@@ -87,6 +107,8 @@ def _steps(path: Path) -> list[str]:
         old = name[-1].isdecimal() and UNFINISHED not in name
         return old and ((path / name / TREE).is_file() or bool(_trees(path / name)))
 
+    if not _is_alone(path):
+        return []
     return sorted(filter(is_step, _folders(path)), key=lambda name: (len(name), name))
 
 
