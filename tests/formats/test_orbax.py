@@ -181,6 +181,23 @@ def test_a_model_with_a_folder_of_orbaxs_is_what_the_rest_of_it_is(tmp_path, inn
     assert orbax.find(tmp_path / inner).state == {"a": "hi"}
 
 
+def test_an_item_whose_name_ends_in_a_digit_is_no_step(tmp_path):
+    for name in ("params", "ema_1"):
+        write_tree(tmp_path / "run/5" / name, name)
+    (tmp_path / "run/5/.ipynb_checkpoints").mkdir()
+    (tmp_path / "run/5/.ipynb_checkpoints/x").write_text("")
+    (tmp_path / "run/5/empty").mkdir()
+    assert orbax.find(tmp_path / "run/5").state == {
+        "params": {"a": "params"},
+        "ema_1": {"a": "ema_1"},
+    }
+    with pytest.raises(FormatError, match=r"Name a step, as in .*/run/5; there are 1"):
+        orbax.find(tmp_path / "run")
+    write_tree(tmp_path / "run/10.orbax-checkpoint-tmp-3/params", "x")
+    with pytest.raises(FormatError, match=r"Name a step, as in .*/run/5; there are 1"):
+        orbax.find(tmp_path / "run")
+
+
 # --- damage and harm ------------------------------------------------------------------------------
 
 

@@ -99,17 +99,24 @@ def _trees(path: Path) -> list[str]:
 
 
 def _steps(path: Path) -> list[str]:
-    """Names of steps, where this is a manager's folder."""
+    """Names of steps, where this is a manager's folder.
 
-    def is_step(name: str) -> bool:
-        if (path / name / CHECKPOINT).is_file():
-            return True
-        old = name[-1].isdecimal() and UNFINISHED not in name
-        return old and ((path / name / TREE).is_file() or bool(_trees(path / name)))
-
+    The name of an item may end in a digit as that of a step does, so where no step says what it
+    holds, this is a manager's folder only if all that have trees have such names.
+    """
     if not _is_alone(path):
         return []
-    return sorted(filter(is_step, _folders(path)), key=lambda name: (len(name), name))
+    folders = [name for name in _folders(path) if UNFINISHED not in name]
+    telling = {name for name in _folders(path) if (path / name / CHECKPOINT).is_file()}
+    silent = [
+        name
+        for name in folders
+        if name not in telling and ((path / name / TREE).is_file() or _trees(path / name))
+    ]
+    old = [name for name in silent if name[-1].isdecimal()]
+    if not telling and len(old) < len(silent):
+        return []
+    return sorted([*telling, *old], key=lambda name: (len(name), name))
 
 
 def items_of(root: Path) -> list[str]:
@@ -126,10 +133,10 @@ def items_of(root: Path) -> list[str]:
             )
         if not _trees(root):
             raise FormatError(f"{root} holds no metadata of Orbax")
-        names = _folders(root)
+        names = [name for name in _folders(root) if not name.startswith(".")]
         for name in names:
             _refuse_unfinished(root / name)
-        return names
+        return [name for name in names if os.listdir(root / name)]
     told = read_json(root, CHECKPOINT).get("item_handlers")
     names = sorted(told) if isinstance(told, dict) else []
     for name in names:
