@@ -431,6 +431,16 @@ def test_parameters_of_arrays_of_numpy():
         )
 
 
+def test_an_array_that_is_also_a_tensor_of_bfloat16_stays_what_it_is():
+    array = pickle.dumps(np.arange(3, dtype=np.float32), 2)[2:-1]
+    fields = b"j\xf0\0\0\0", glob("torch", "bfloat16"), u("xla:0"), b"\x89"
+    tensor = call("torch._utils", "_rebuild_device_tensor_from_numpy", *fields)
+    data = p4(b"](" + array + b"r\xf0\0\0\0" + tensor + b"e")
+    raw, made = pickles.load(data, where="x", classes=TORCH)
+    assert [raw.array().dtype, made.array().dtype] == ["float32", "bfloat16"]
+    assert made.array().tolist() == raw.array().tolist() == [0, 1, 2]
+
+
 def colliding(bits: int) -> list[int]:
     """Numbers that Python's dict of `2 ** bits` places keeps, and of which a quarter is looked for
     in as many places as there are, nearly: half of all places are a chain that all others follow.

@@ -101,6 +101,13 @@ class NumpyArray(StandIn):
         """Of the type of its elements; empty until that is known."""
         return self.becomes or ("" if self.dtype is None else self.dtype.name)
 
+    def cast(self, name: str) -> NumpyArray:
+        """Another of the same bytes that becomes this type; the pickle may hold this one, too."""
+        made = NumpyArray()
+        made.dtype, made.shape, made.fortran = self.dtype, self.shape, self.fortran
+        made.data, made.becomes = self.data, name
+        return made
+
     def array(self) -> npt.NDArray[Any]:
         """The array itself, in the machine's byte order."""
         _require(self.dtype is not None, "an array without a state")

@@ -255,7 +255,8 @@ def _device_tensor(data: object, dtype: object, _device: object, requires_grad: 
     name = dtype.name if type(dtype) is TorchDType else ""
     stored = made.dtype if isinstance(made, TensorView) else getattr(made, "name", "")
     if isinstance(made, NumpyArray) and (stored, name) == ("float32", "bfloat16"):
-        made.becomes = stored = name
+        made = made.cast(name)
+        stored = name
     if not name or name != stored:
         raise FormatError(f"a tensor of {shown(dtype)} that is stored as {stored} cannot be read")
     return made
