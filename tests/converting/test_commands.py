@@ -10,6 +10,7 @@ import shardkeep
 from shardkeep.cli.commands import cli
 from shardkeep.cli.conversions import parse_size
 from shardkeep.converting.target import TARGETS
+from shardkeep.errors import UnsafeCheckpointError
 
 
 def run(code, *args):
@@ -152,6 +153,23 @@ def test_errors_advise_in_the_words_of_the_shell(source, tmp_path):
     told = run(2, "convert", source, tmp_path / "c", "--to", "hf").stderr
     assert "pass --option values=drop" in told
     run(0, "convert", source, tmp_path / "c", "--to", "hf", "--option", "values=drop")
+
+
+def test_what_is_said_in_the_words_of_the_shell_keeps_its_notes_and_its_traceback(
+    source, tmp_path, monkeypatch
+):
+    def fail(*args, **options):
+        error = UnsafeCheckpointError("a pickle; pass allow_pickle=True")
+        error.add_note("the step is 5")
+        raise error
+
+    monkeypatch.setattr("shardkeep.converting.driver.convert", fail)
+    told = run(2, "convert", source, tmp_path / "b").stderr
+    assert told == "error: a pickle; pass --allow-pickle\nthe step is 5\n"
+    args = ["--debug", "convert", str(source), str(tmp_path / "b")]
+    told = CliRunner().invoke(cli, args).stderr
+    assert "in fail" in told
+    assert "UnsafeCheckpointError: a pickle; pass --allow-pickle" in told
 
 
 def test_show_of_another_systems_file(tmp_path):

@@ -158,7 +158,8 @@ def convert(
         text = str(error)
         for python, shell in _SPOKEN:
             text = text.replace(python, shell)
-        raise CommandError(text) from error
+        error.args = (text,)  # the same error: it may have notes, and --debug shows where it began
+        raise
     except ValueError as error:
         if isinstance(error, CheckpointError):
             raise
