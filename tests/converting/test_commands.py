@@ -136,6 +136,10 @@ def test_options_of_a_format(source, tmp_path):
     assert "format must be" in done.stderr
     run(0, *args, "crc=true")
     assert (tmp_path / "b.ckpt").read_bytes()[-17:-10] == b"crc_num"
+    for stem in ("2024", "true", '"2025"'):
+        args = ("--to", "hf", "--exclude", "step", "--option", f"stem={stem}")
+        run(0, "convert", source, tmp_path / "hf", *args, "--overwrite")
+        assert (tmp_path / "hf" / f"{stem.strip(chr(34))}.safetensors").is_file()
 
 
 def test_what_a_format_does_not_hold_is_named(source, tmp_path):

@@ -206,7 +206,11 @@ def test_mistakes_are_all_listed_and_nothing_is_written(source, tmp_path):
         ({"to": "hf", "options": {"stem": 5}}, ValueError, "use text"),
         ({"to": "torch-dcp", "options": {"chunk_bytes": "1MB"}}, ValueError, "whole number"),
         ({"to": "torch-dcp", "options": {"chunk_bytes": 0}}, ValueError, "whole number"),
-        ({"shards": 0}, ValueError, "at least one"),
+        ({"to": "torch-dcp", "options": {"chunk_bytes": True}}, ValueError, "whole number"),
+        ({"shards": 0}, ValueError, "shards is 0; use a positive whole number"),
+        ({"shards": "3"}, ValueError, "shards is '3'; use"),
+        ({"shards": 1.5}, ValueError, "shards is 1.5; use"),
+        ({"shards": True}, ValueError, "shards is True; use"),
         ({"max_shard_size": -5}, ValueError, "use bytes"),
         ({"memory_budget": 1 << 20}, ValueError, "at least"),
         ({"rules": ["fuse a"]}, ValueError, "is not a rule"),
@@ -217,6 +221,18 @@ def test_options_that_make_no_sense(source, tmp_path, options, error, said):
     with pytest.raises(error, match=said):
         shardkeep.convert(source, tmp_path / "made", **options)
     assert left_in(tmp_path) == ["source"]
+
+
+def test_numbers_of_numpy_are_numbers(source, tmp_path):
+    for at, options in enumerate(
+        (
+            {"to": "torch-dcp", "options": {"chunk_bytes": np.int64(1 << 20)}},
+            {"shards": np.int32(2)},
+            {"max_shard_size": np.uint64(1 << 20)},
+        )
+    ):
+        shardkeep.convert(source, tmp_path / f"made-{at}", **options)
+        assert same(shardkeep.open(tmp_path / f"made-{at}").state_dict(), state_of())
 
 
 def test_what_is_there_is_not_replaced_unless_asked(source, tmp_path):

@@ -69,18 +69,24 @@ def _mapping(ctx: click.Context, param: click.Parameter, path: str | None) -> di
     return found
 
 
-def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, Any]:
-    """Options of a format: JSON where that can be read, else text."""
-    out: dict[str, Any] = {}
+def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
+    """Options of a format, as they were written."""
+    out: dict[str, str] = {}
     for text in given:
         name, equals, value = text.partition("=")
         if not equals:
             raise click.BadParameter(f"{text!r} is not NAME=VALUE", ctx, param)
-        try:
-            out[name] = json_text.loads(value)
-        except ValueError:
-            out[name] = value
+        out[name] = value
     return out
+
+
+def _option(text: str, kind: type | None) -> Any:
+    """JSON where that can be read, else text; text also where the format wants that."""
+    try:
+        value: Any = json_text.loads(text)
+    except ValueError:
+        return text
+    return text if kind is str and type(value) is not str else value
 
 
 _EXAMPLES = """\b
@@ -132,7 +138,8 @@ def convert(
     no_verify: bool,
     dry_run: bool,
     json: bool,
-    **options: Any,
+    options: dict[str, str],
+    **more: Any,
 ) -> None:
     """Write the checkpoint SRC, of any format, to DST in another.
 
@@ -141,7 +148,10 @@ def convert(
     wrong with names, rules and types is said before anything is written.
     """
     from shardkeep.converting.driver import convert as run_convert
+    from shardkeep.converting.target import TARGETS
 
+    target = TARGETS[to]
+    kinds = {} if target is None else target.options
     bar: Progress = True if sys.stderr.isatty() and not json else None
     try:
         result = run_convert(
@@ -152,7 +162,8 @@ def convert(
             verify=not no_verify,
             dry_run=dry_run,
             progress=bar,
-            **options,
+            options={name: _option(text, kinds.get(name)) for name, text in options.items()},
+            **more,
         )
     except (CheckpointExistsError, UnsafeCheckpointError, UnsupportedValueError) as error:
         text = str(error)

@@ -18,7 +18,7 @@ from shardkeep.converting.contents import READERS, Contents, Row, contents_of
 from shardkeep.converting.journal import DataJournal, clear_unknown
 from shardkeep.converting.laid_out import layout_digest, write_laid_out
 from shardkeep.converting.native import write_native
-from shardkeep.converting.target import checked_target, shard_size
+from shardkeep.converting.target import checked_shards, checked_target, shard_size
 from shardkeep.converting.workplace import (
     Workplace,
     check_free,
@@ -98,8 +98,8 @@ def convert(
     """
     begun = time.perf_counter()
     surgery = Surgery(select, exclude, rename, mapping or {}, rules, cast)
-    options = dict(options or {})
-    target = checked_target(to, options, not shards is max_shard_size is None)
+    shards = checked_shards(shards)
+    target, options = checked_target(to, options or {}, not shards is max_shard_size is None)
     budget = _checked_budget(memory_budget)
     source, destination = _paths(src, dst)
     if not dry_run:

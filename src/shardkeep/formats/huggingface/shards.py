@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 
 import msgspec
 
@@ -51,9 +52,13 @@ def parse_size(size: int | str) -> int:
         if found is not None:
             number, unit, binary = found.groups()
             size = int(float(number) * (1024 if binary else 1000) ** _POWER[unit.lower()])
-    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+    try:
+        nbytes = 0 if isinstance(size, bool) else index(size)  # type: ignore[arg-type]
+    except TypeError:
+        nbytes = 0
+    if nbytes <= 0:
         raise ValueError(f"max_shard_size is {size!r}; use bytes, or text such as '5GB'")
-    return size
+    return nbytes
 
 
 @dataclass(frozen=True, slots=True)
