@@ -156,3 +156,13 @@ def test_what_is_beside_the_state_makes_no_tie(tmp_path, caplog):
     assert found.user_metadata["run"] == "x"
     assert "'best' is left out" in caplog.text
     assert "'step' is left out" in caplog.text
+
+
+def test_what_is_beside_the_state_under_the_name_of_a_tie_is_left_out_and_told(tmp_path, caplog):
+    tensor, array = OutTensor("w", "float64", (2,)), np.arange(2.0)
+    outline = outline_of({"w": tensor, "tied": tensor}, user_metadata={"tied": "x", "run": "y"})
+    write_out(lay_out(outline), tmp_path, lambda tensor: array)
+    found = find(tmp_path)
+    assert set(found.state) == {"w", "tied"}
+    assert found.user_metadata["run"] == "y"
+    assert "'tied' is left out: a tensor is called tied" in caplog.text

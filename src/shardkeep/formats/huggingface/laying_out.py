@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any, Literal
 
 from shardkeep.errors import UnsupportedValueError
@@ -56,7 +56,7 @@ def lay_out(
         max_shard_size=1 << 62 if single_file else max_shard_size,
         stem=stem,
         ties=ties,
-        metadata=_texts(outline, by_name),
+        metadata=_texts(outline, by_name, ties),
     )
     if single_file and len(shards) > 1:
         raise UnsupportedValueError("so many names do not fit into the header of a single file")
@@ -68,9 +68,9 @@ def lay_out(
     return files
 
 
-def _texts(outline: Outline, names: Container[str]) -> dict[str, str]:
+def _texts(outline: Outline, names: Container[str], ties: Mapping[str, str]) -> dict[str, str]:
     """What is kept beside the state, as text: nothing else has a place in a header. Nor has the
-    name of a tensor: it says that the key is another name of it."""
+    name of a tensor: it says that the key is another name of it. Nor what is under such a key."""
 
     def text(value: Any) -> str:
         return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
@@ -78,8 +78,10 @@ def _texts(outline: Outline, names: Container[str]) -> dict[str, str]:
     texts = {
         key: text(value) for key, value in outline.user_metadata.items() if key not in _OF_THE_FILES
     }
-    for key in [key for key, value in texts.items() if value in names]:
-        log.warning("user metadata %r is left out: a tensor is called %s", key, texts.pop(key))
+    for key in [key for key, value in texts.items() if value in names or key in ties]:
+        value = texts.pop(key)
+        name = key if key in ties else value
+        log.warning("user metadata %r is left out: a tensor is called %s", key, name)
     return texts
 
 
