@@ -118,6 +118,20 @@ def test_a_step_is_not_taken_for_the_run_that_holds_it(tmp_path):
         CheckpointManager(tmp_path / "step-10").restore(blank())
 
 
+@pytest.mark.parametrize("which", ["durable", "fast"])
+def test_nothing_is_saved_into_a_step(tmp_path, which):
+    fill(tmp_path / "run", [1])
+    step = tmp_path / "run/step-1"
+    before = sorted(os.walk(step))
+    fast = {"fast": step} if which == "fast" else {}
+    root = tmp_path / "other" if which == "fast" else step
+    with CheckpointManager(root, no_dist=True, **fast) as manager:
+        for save in (manager.save, manager.async_save):
+            with pytest.raises(FormatError, match="is a checkpoint, and not the folder of a run"):
+                save(2, state(2))
+    assert sorted(os.walk(step)) == before
+
+
 def test_a_folder_that_cannot_be_listed_costs_a_warning_and_no_save(tmp_path, monkeypatch):
     fill(tmp_path, [10, 20])
     with CheckpointManager(tmp_path) as manager:

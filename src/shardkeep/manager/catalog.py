@@ -102,6 +102,12 @@ class Catalog:
         """One step, without looking at the others."""
         return self._look(self.names.of(step), step)
 
+    def refuse_checkpoint(self) -> None:
+        """Raise if the folder is itself a checkpoint: a step saved there would lie in it, and not
+        beside it. Costs one call to the system."""
+        if os.path.lexists(self.store.root / RECORD):
+            self.look()
+
     def look(self) -> Listing:
         """All there is now. Costs two calls to the system for each step, and a read for each new.
 

@@ -234,6 +234,7 @@ class Upkeep:
         Raises what went wrong with copies, and waits while too many are still to be made.
         """
         for tier in self._tiers.all:
+            tier.catalog.refuse_checkpoint()
             refuse_replacing(tier.catalog, tier.pins, step, replace=replace)
         if self.copier is None:
             return
