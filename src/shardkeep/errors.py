@@ -114,7 +114,7 @@ class CorruptionError(CheckpointError):
 
 
 class UnsafeCheckpointError(CheckpointError):
-    """Reading on would run code or leave the checkpoint's directory."""
+    """Reading on would run code, leave the checkpoint's directory, or take without bound."""
 
 
 class StorageError(CheckpointError, OSError):
