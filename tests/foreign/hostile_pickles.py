@@ -32,6 +32,30 @@ def p4(body: bytes) -> bytes:
     return b"\x80\x04" + body + b"."
 
 
+def colliding_tuples(
+    count: int, front: tuple[int, ...] = (300,) * 97, least: int = 2 - 2**61
+) -> list[tuple[int, ...]]:
+    """Tuples of one hash: the last number of each takes back what the one before it changed."""
+    size, factor = 2**64, 14029467366897019727
+
+    def step(mixed: int, item: int) -> int:
+        mixed = (mixed + item * factor) % size
+        return (mixed << 31 | mixed >> 33) % size * 11400714785074694791 % size
+
+    before = 2870177450012600261
+    for item in front:
+        before = step(before, item)
+    found: list[tuple[int, ...]] = []
+    number, inverse = 1, pow(factor, -1, size)
+    while len(found) < count:
+        number += 1
+        last = (123456789 - step(before, number)) * inverse % size
+        last -= size if last >= 2**63 else 0
+        if least <= last < 2**61 - 1 and last != -1:  # such a number is its own hash
+            found.append((*front, number, last))
+    return found
+
+
 def gadgets() -> dict[str, bytes]:
     run = u(f"touch {M}")
     code = u(f"open({M!r}, 'w')")

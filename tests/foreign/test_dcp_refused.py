@@ -7,7 +7,7 @@ import pytest
 
 from shardkeep.errors import CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign.dcp.classes import Bytes, Chunk, Index, Info, Tensor
-from shardkeep.foreign.dcp.joining import Joined
+from shardkeep.foreign.dcp.joining import Joined, spot
 from shardkeep.foreign.dcp.safetensors_items import SafetensorsItems
 from shardkeep.foreign.headers import Entry, check_packed, parse_header, read_whole_header
 from shardkeep.foreign.regular_files import opened
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_another_on_another_rank(other):
 
 def test_a_tensor_that_is_a_value_on_another_rank():
     joined = Joined("here")
-    joined.add(0, "a", Bytes(), {("a", None): Info()})
+    joined.add(0, "a", Bytes(), {spot("a", None): Info()})
     with pytest.raises(FormatError, match="a is a tensor and a value"):
         joined.add(1, "a", tensor((2,)), {})
 
@@ -122,7 +122,7 @@ def test_names_whose_nesting_is_not_told_or_told_twice():
 
 def test_chunks_of_another_kind():
     joined, one = Joined("here"), tensor((2,))
-    joined.add(0, "a", one, {("a", None): Info()})
+    joined.add(0, "a", one, {spot("a", None): Info()})
     assert [info is not None for _, info in joined.chunks_of("a", one)] == [True]
     one.chunks.append("no chunk")
     with pytest.raises(FormatError, match="chunks of another kind"):

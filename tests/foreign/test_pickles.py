@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_pickles import call, glob, p4, u
+from hostile_pickles import call, colliding_tuples, glob, p4, u
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -476,28 +476,6 @@ def test_numbers_that_collide_as_keys_are_not_looked_for_for_ever():
     pairs = b"](" + b"".join(b"](J" + struct.pack("<i", n) + b"Ne" for n in numbers) + b"e"
     with pytest.raises(FormatError, match="other arguments"):
         pickles.load(p4(glob("collections", "OrderedDict") + pairs + b"\x85R"), where="x")
-
-
-def colliding_tuples(count: int) -> list[tuple[int, ...]]:
-    """Tuples of one hash: the last number of each takes back what the one before it changed."""
-    size, factor = 2**64, 14029467366897019727
-
-    def step(mixed: int, item: int) -> int:
-        mixed = (mixed + item * factor) % size
-        return (mixed << 31 | mixed >> 33) % size * 11400714785074694791 % size
-
-    front = 2870177450012600261
-    for _ in range(97):
-        front = step(front, 300)
-    found: list[tuple[int, ...]] = []
-    number = 1
-    while len(found) < count:
-        number += 1
-        last = (123456789 - step(front, number)) * pow(factor, -1, size) % size
-        last -= size if last >= 2**63 else 0
-        if -(2**61) + 1 < last < 2**61 - 1 and last != -1:  # such a number is its own hash
-            found.append((*[300] * 97, number, last))
-    return found
 
 
 def test_tuples_that_collide_are_not_looked_for_for_ever():

@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.foreign.hostile_pickles import call, glob, p4, u
+from tests.foreign.hostile_pickles import call, colliding_tuples, glob, p4, u
 from tests.foreign.layouts import elements_of, outline_of, write
 from tests.formats.test_torch_save import DTYPES, bits, tensor_of, trees
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
@@ -541,6 +542,26 @@ def test_hostile_metadata(good):
         (good / ".metadata").write_bytes(data)
         with pytest.raises(kind, match="metadata"):
             torch_dcp.find(good)
+
+
+def test_chunks_whose_places_collide_are_not_looked_for_for_ever(good, monkeypatch):
+    places = colliding_tuples(8000, front=(), least=0)
+    assert len(set(map(hash, places))) == 1
+    monkeypatch.setattr(MetadataIndex, "__hash__", object.__hash__)  # or writing takes for ever
+
+    def many(metadata):
+        tensor, stored = metadata.state_dict_metadata["w"], info(metadata, "w")
+        size = tensor.chunks[0].sizes
+        tensor.chunks = [ChunkStorageMetadata(torch.Size(at), size) for at in places]
+        metadata.storage_data.update(
+            {MetadataIndex("w", chunk.offsets, 1): stored for chunk in tensor.chunks}
+        )
+
+    edited(good, many)
+    begun = time.thread_time()
+    found = torch_dcp.find(good).state["w"]
+    assert time.thread_time() - begun < 3
+    assert [part.offsets for part in found.parts] == places
 
 
 def test_a_hostile_value(good):

@@ -13,10 +13,16 @@ from shardkeep.errors import CorruptionError, FormatError
 from shardkeep.foreign.dcp.classes import Bytes, Chunk, Info, Tensor
 from shardkeep.wording import shown
 
-__all__ = ["Joined"]
+__all__ = ["Joined", "spot"]
 
 Ints = tuple[int, ...]
-Spots = Mapping[tuple[str, Ints | None], Info]
+Spots = Mapping[tuple[str, str], Info]
+
+
+def spot(fqn: str, offset: Ints | None) -> tuple[str, str]:
+    """What an item is looked up by. A file's writer can choose numbers of which all tuples have one
+    hash, so that finding one of many takes for ever; of texts, nobody knows the hashes."""
+    return fqn, str(offset)
 
 
 class Joined:
@@ -42,7 +48,7 @@ class Joined:
         """What a rank says of a name."""
         self.order[fqn] = None
         if isinstance(leaf, Bytes):
-            info = spots.get((fqn, None)) or spots.get((fqn, ()))
+            info = spots.get(spot(fqn, None)) or spots.get(spot(fqn, ()))
             if info is None:
                 raise CorruptionError(
                     f"{self.where}: nothing says where the value {fqn} is stored", names=(fqn,)
@@ -80,7 +86,7 @@ class Joined:
             for chunk in chunks:
                 if type(chunk) is not Chunk:
                     raise FormatError(f"{self.where}: {fqn} has chunks of another kind")
-                info = spots.get((fqn, chunk.offsets))
+                info = spots.get(spot(fqn, chunk.offsets))
                 if info is None and not any(chunk.offsets):
-                    info = spots.get((fqn, None))
+                    info = spots.get(spot(fqn, None))
                 yield chunk, info

@@ -23,7 +23,7 @@ from shardkeep.foreign.dcp.classes import (
     Tensor,
 )
 from shardkeep.foreign.dcp.items import ItemFiles
-from shardkeep.foreign.dcp.joining import Joined
+from shardkeep.foreign.dcp.joining import Joined, spot
 from shardkeep.foreign.found import Found, Part, StoredTensor
 from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.regular_files import read_whole
@@ -75,13 +75,14 @@ def _describe(path: Path, name: str, rank: int, joined: Joined) -> None:
     leaves, places = found.get("state_dict_metadata"), found.get("storage_data")
     if type(leaves) is not dict or type(places) is not dict:
         raise FormatError(f"{where} does not say what is stored, and where")
-    spots: dict[tuple[str, tuple[int, ...] | None], Info] = {}
+    spots: dict[tuple[str, str], Info] = {}
     for index, info in places.items():
         if type(index) is not Index or type(info) is not Info:
             raise FormatError(f"{where}: other places than torch's own storage has")
-        if (index.fqn, index.offset) in spots:
+        at = spot(index.fqn, index.offset)
+        if at in spots:
             raise FormatError(f"{where}: {index.fqn} is stored twice at {index.offset}")
-        spots[index.fqn, index.offset] = info
+        spots[at] = info
     joined.places += spots.values()
     for fqn, leaf in leaves.items():
         if type(fqn) is not str or type(leaf) not in (Tensor, Bytes):
@@ -117,8 +118,7 @@ def _tensor(path: Path, fqn: str, tensor: Tensor, joined: Joined, files: ItemFil
     dtype, size = tensor.properties.dtype, tensor.size
     if dtype not in TABLE:
         raise FormatError(f"{path}: {fqn} has the dtype torch.{dtype}, which is not supported")
-    parts: dict[tuple[int, ...], Part] = {}
-    places: dict[tuple[int, ...], Info] = {}
+    parts: dict[str, tuple[Part, Info]] = {}
     for chunk, info in joined.chunks_of(fqn, tensor):
         if len(chunk.sizes) != len(size):
             raise FormatError(f"{path}: {fqn} has shape {size} and a chunk of {chunk.sizes}")
@@ -129,13 +129,15 @@ def _tensor(path: Path, fqn: str, tensor: Tensor, joined: Joined, files: ItemFil
                 f"{path}: nothing says where {fqn} at {chunk.offsets} is stored", names=(fqn,)
             )
         _check_room(path, fqn, dtype, chunk, info)
-        first = places.setdefault(chunk.offsets, info)
-        if chunk.offsets in parts:
-            _check_copy(path, fqn, chunk, first, info, parts[chunk.offsets], files)
+        at = str(chunk.offsets)  # see `spot`
+        if at in parts:
+            part, first = parts[at]
+            _check_copy(path, fqn, chunk, first, info, part, files)
             continue
         place = files.tensor(fqn, dtype, chunk.sizes, info)
-        parts[chunk.offsets] = Part(chunk.offsets, chunk.sizes, place)
-    return StoredTensor(dtype, size, tuple(parts.values()), tensor.properties.requires_grad)
+        parts[at] = Part(chunk.offsets, chunk.sizes, place), info
+    every = tuple(part for part, _ in parts.values())
+    return StoredTensor(dtype, size, every, tensor.properties.requires_grad)
 
 
 def _check_copy(
