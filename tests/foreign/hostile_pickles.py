@@ -6,11 +6,13 @@ it. The limits of memory are set before the first.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pickle
 import struct
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 M = "/tmp/shardkeep-was-here"  # no gadget gets as far as to make it
@@ -33,26 +35,27 @@ def p4(body: bytes) -> bytes:
 
 
 def colliding_tuples(
-    count: int, front: tuple[int, ...] = (300,) * 97, least: int = 2 - 2**61
+    count: int,
+    fronts: Iterable[tuple[int, ...]] | None = None,
+    low: int = 2 - 2**61,
+    high: int = 2**61 - 1,
 ) -> list[tuple[int, ...]]:
-    """Tuples of one hash: the last number of each takes back what the one before it changed."""
+    """Tuples of one hash: the last number of each, of [low, high), takes back what those before it
+    changed."""
     size, factor = 2**64, 14029467366897019727
-
-    def step(mixed: int, item: int) -> int:
-        mixed = (mixed + item * factor) % size
-        return (mixed << 31 | mixed >> 33) % size * 11400714785074694791 % size
-
-    before = 2870177450012600261
-    for item in front:
-        before = step(before, item)
+    inverse = pow(factor, -1, size)
     found: list[tuple[int, ...]] = []
-    number, inverse = 1, pow(factor, -1, size)
-    while len(found) < count:
-        number += 1
-        last = (123456789 - step(before, number)) * inverse % size
+    for front in fronts or ((*[300] * 97, number) for number in itertools.count(2)):
+        mixed = 2870177450012600261
+        for item in front:
+            mixed = (mixed + item * factor) % size
+            mixed = (mixed << 31 | mixed >> 33) % size * 11400714785074694791 % size
+        last = (123456789 - mixed) * inverse % size
         last -= size if last >= 2**63 else 0
-        if least <= last < 2**61 - 1 and last != -1:  # such a number is its own hash
-            found.append((*front, number, last))
+        if low <= last < high and last != -1:  # such a number is its own hash
+            found.append((*front, last))
+        if len(found) == count:
+            break
     return found
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import pickle
 import struct
 import time
@@ -9,6 +10,7 @@ import zipfile
 
 import numpy as np
 import pytest
+from hostile_pickles import colliding_tuples
 
 from shardkeep import CheckpointError, CorruptionError, FormatError, UnsupportedValueError
 from shardkeep.foreign import headers, safetensors_header
@@ -20,7 +22,7 @@ from shardkeep.foreign.regular_files import read_whole
 from shardkeep.foreign.safetensors_header import is_safetensors, lay_out_entries, read_entries
 from shardkeep.foreign.tables import tables_of
 from shardkeep.foreign.torch_objects import Finishing
-from shardkeep.foreign.torch_stand_ins import TorchDevice
+from shardkeep.foreign.torch_stand_ins import Storage, TensorView, TorchDevice
 from shardkeep.foreign.torch_zip import Archive
 from shardkeep.formats.torch_save.legacy import read_stream
 from shardkeep.stores.local import LocalStore
@@ -351,3 +353,22 @@ def test_devices_that_torch_could_not_make(index):
     assert str(TorchDevice("cuda", 127)) == "cuda:127"
     with pytest.raises(ValueError, match="a device of another number"):
         TorchDevice("cuda", index)
+
+
+def test_tensors_whose_numbers_collide_are_told_apart_at_once():
+    numbers = colliding_tuples(8000, ((0, at) for at in itertools.count()), low=0)
+    assert len(set(map(hash, numbers))) == 1
+    storage = Storage("float32", 16, 0)
+    views = [TensorView(storage, "float32", 0, at, (0, 0, 0), False) for at in numbers]
+    begun = time.thread_time()
+    made = Finishing("file", "here").finished([*views, views[0]])
+    assert time.thread_time() - begun < 3
+    assert [tensor.shape for tensor in made] == [*numbers, numbers[0]]
+    assert made[-1] is made[0]
+
+    def lying(strides):
+        part = Part((0, 0, 0), (1, 1, 1), Raw("file", 0, strides))
+        return StoredTensor("float32", (1, 1, 1), (part,)).identity()
+
+    assert len({hash(lying(at)) for at in numbers}) == len(numbers)
+    assert lying(numbers[0]) == lying((*numbers[0],)) != lying(None)

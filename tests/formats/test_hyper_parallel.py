@@ -3,12 +3,14 @@
 import contextlib
 import dataclasses
 import io
+import itertools
 import json
 import os
 import pickle
 import pickletools
 import shutil
 import sys
+import time
 import tracemalloc
 import types
 
@@ -22,6 +24,7 @@ from foreign_files import DATA, arrays_of, leaves, outline_of, without_libraries
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from tests.foreign.hostile_pickles import colliding_tuples
 
 import shardkeep
 from shardkeep.errors import (
@@ -323,6 +326,27 @@ def test_boxes_that_overlap_or_leave_gaps_are_refused(library, tmp_path):
         folder.mkdir()
         with pytest.raises(CheckpointError):
             tables_of(hyper_parallel.find(put(folder, good(library, chunks=chunks, length=5))))
+
+
+def test_boxes_whose_places_collide_are_not_looked_for_for_ever(library, tmp_path):
+    # Such products of them as a shape may have: zeros and ones, and one large number.
+    fronts = (tuple(map(int, f"{at:031b}")) for at in itertools.count())
+    places = colliding_tuples(8000, fronts, low=0, high=2**60)
+    assert len(set(map(hash, places))) == 1
+    size = (1,) * 32
+    metadata = good(library, length=5, size=size)
+    chunks = [library.ChunkStorageMetadata(at, size) for at in places]
+    metadata.state_dict_metadata["w"].chunks[:] = chunks
+    stored = library.StorageInfo("_rank0_.safetensors", 0, -1, "w")
+    metadata.storage_data.update(
+        {library.MetadataIndex("w", at, number): stored for number, at in enumerate(places)}
+    )
+    root = put(tmp_path, metadata)
+    safetensors.numpy.save_file({"w": np.ones(size, np.float32)}, root / "_rank0_.safetensors")
+    begun = time.thread_time()
+    found = hyper_parallel.find(root).state["w"]
+    assert time.thread_time() - begun < 3
+    assert [part.offsets for part in found.parts] == places
 
 
 def test_paths_that_are_none_leave_names_as_they_are(library, tmp_path):

@@ -115,9 +115,9 @@ class Finishing:
 
     def __init__(self, file: str, where: str) -> None:
         self.file, self.where = file, where
-        self._tensors: dict[tuple[object, ...], StoredTensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self._done: dict[int, tuple[object, Any]] = {}
-        self._places: set[object] = set()
+        self._places: set[str] = set()
         self._room = _OVERLAPPING
 
     def finished(self, value: Any) -> Any:
@@ -168,7 +168,8 @@ class Finishing:
     def tensor(self, view: TensorView) -> StoredTensor:
         """A tensor where it lies."""
         place = view.storage.place
-        key = (place, view.dtype, view.offset, view.shape, view.strides)
+        # As text: numbers can be chosen so that all tuples of them have one hash.
+        key = str((place, view.dtype, view.offset, view.shape, view.strides))
         made = self._tensors.get(key)
         if made is None:
             start = place + view.offset * TABLE[view.dtype].itemsize
@@ -179,8 +180,9 @@ class Finishing:
         return made
 
     def _count(self, made: StoredTensor, view: TensorView) -> None:
-        if view.storage.place not in self._places:
-            self._places.add(view.storage.place)
+        place = str(view.storage.place)
+        if place not in self._places:
+            self._places.add(place)
             self._room += 16 * view.storage.nbytes
         self._room -= made.nbytes
         if self._room < 0:

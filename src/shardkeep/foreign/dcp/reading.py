@@ -108,8 +108,7 @@ def _leaves(
             if tensor is not None:
                 made = _tensor(path, fqn, tensor, joined, files)
                 # The same bytes under two names are a tie.
-                place = (made.dtype, made.shape, made.parts or fqn)
-                yield fqn, known.setdefault(place, made)
+                yield fqn, known.setdefault(made.identity() if made.parts else fqn, made)
             else:
                 yield fqn, _value(path, fqn, joined.values[fqn], files)
 

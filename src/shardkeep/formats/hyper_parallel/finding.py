@@ -37,7 +37,8 @@ class _Copies:
     """One tensor as the ranks that hold some of it tell of it."""
 
     tensor: Tensor
-    parts: dict[Box, list[tuple[int | None, Part]]] = field(default_factory=dict)
+    parts: dict[str, list[tuple[int | None, Part]]] = field(default_factory=dict)
+    """By box, as text."""
 
 
 def state_of(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
@@ -48,8 +49,9 @@ def state_of(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
     ties: dict[Any, Any] = {}
     for name, copies in _gathered(all_metadata, files).items():
         leaf = _tensor(root, name, copies)
-        key = (leaf.dtype, leaf.shape, leaf.parts) if isinstance(leaf, StoredTensor) else None
-        leaves[name] = ties.setdefault(key, leaf) if key and leaf.parts else leaf
+        if isinstance(leaf, StoredTensor) and leaf.parts:
+            leaf = ties.setdefault(leaf.identity(), leaf)
+        leaves[name] = leaf
     for name, found in _values(root, all_metadata).items():
         if name in leaves:
             raise FormatError(f"{root}: {name} is a tensor on one rank and a value on another")
@@ -72,23 +74,23 @@ def _gathered(all_metadata: list[Metadata], files: DataFiles) -> dict[str, _Copi
                     f"{metadata.source}: {name} has shape {tensor.shape} and type {tensor.dtype}, "
                     f"and on another rank {copies.tensor.shape} and {copies.tensor.dtype}"
                 )
-            for box in dict.fromkeys(metadata.boxes[name]):
-                held = copies.parts.setdefault(box, [])
+            for text, box in {str(box): box for box in metadata.boxes[name]}.items():
+                held = copies.parts.setdefault(text, [])
                 held += [(metadata.rank, part) for part in _parts(metadata, files, name, box)]
     return out
 
 
 def _parts(metadata: Metadata, files: DataFiles, name: str, box: Box) -> Iterator[Part]:
     tensor, (offsets, sizes) = metadata.tensors[name], box
-    places = metadata.places.get((name, offsets))
+    places = metadata.places.get((name, str(offsets)))
     if not places and not any(offsets):
-        places = metadata.places.get((name, ()))
+        places = metadata.places.get((name, "()"))
     if not places:
         raise CorruptionError(
             f"{metadata.source} does not say where the box of {name} at {offsets} lies",
             names=[name],
         )
-    for place in dict.fromkeys(places):
+    for place in {str(place): place for place in places}.values():
         stored = files.tensor(place.file, place.key)
         if stored.shape != sizes or stored.dtype != tensor.dtype:
             raise FormatError(
@@ -182,16 +184,16 @@ def _look_at_elements(root: Path, part: Part, dtype: str, in_full: bool) -> byte
 def _values(root: Path, all_metadata: list[Metadata]) -> dict[str, Any]:
     """Plain values; where ranks differ under one name, all of them by rank."""
     held: dict[str, dict[int | None, bytes]] = {}
-    read: dict[tuple[str, Location], bytes] = {}
+    read: dict[tuple[str, str], bytes] = {}
     left: dict[Path, int] = {}
     for metadata in all_metadata:
         for name in metadata.values:
-            places = metadata.places.get((name, ()))
+            places = metadata.places.get((name, "()"))
             if not places:
                 raise CorruptionError(
                     f"{metadata.source} does not say where {name} lies", names=[name]
                 )
-            key = name, places[-1]
+            key = name, str(places[-1])
             if key not in read:
                 read[key] = _bytes(root, name, places[-1], left)
             held.setdefault(name, {})[metadata.rank] = read[key]

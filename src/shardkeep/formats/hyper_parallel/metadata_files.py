@@ -36,6 +36,8 @@ _MOST = pickles.Limits().nbytes
 """Bytes of metadata."""
 _FURTHEST = 1 << 62
 """Past any byte of a file."""
+_LONGEST = 4096
+"""Characters of a name."""
 _VERSIONS = re.compile(r"[12]\.\d{1,4}", re.ASCII)
 
 Ints = tuple[int, ...]
@@ -91,8 +93,9 @@ class Metadata:
     """What of each tensor is stored; a box may stand twice."""
     values: list[str] = field(default_factory=list)
     """Names of what is no tensor."""
-    places: dict[tuple[str, Ints], list[Location]] = field(default_factory=dict)
-    """By name and offset; values have the offset `()`."""
+    places: dict[tuple[str, str], list[Location]] = field(default_factory=dict)
+    """By name and offset; values have the offset `()`. It stands as text: whoever wrote the file
+    can choose numbers of which all tuples have one hash."""
     paths: dict[str, tuple[str | int, ...]] = field(default_factory=dict)
     """Where in the nested state each name belongs; older versions do not say."""
 
@@ -188,16 +191,18 @@ def _tensor(out: Metadata, name: str, row: Record) -> None:
 def _place(out: Metadata, index: Record, info: Record) -> None:
     name, file = index.get("fqn"), info.get("relative_path")
     _check_name(name)
-    if type(file) is not str:
+    if type(file) is not str or len(file) > _LONGEST:
         raise ValueError(f"{name} lies in no file")
     offset = _shape(index.get("offset") or (), f"{name} in {out.source}")
     start, length, key = info.get("offset", 0), info.get("length", -1), info.get("tensor_key")
     if type(start) is not int or type(length) is not int or not isinstance(key, str | None):
         raise ValueError(f"{name} lies nowhere")
+    if key is not None and len(key) > _LONGEST:
+        raise ValueError(f"{name} is called by a text of no fair length")
     if not (0 <= start < _FURTHEST and -1 <= length < _FURTHEST):
         raise ValueError(f"{name} lies nowhere")
     place = Location(file, start, length, name if key is None else key)
-    out.places.setdefault((name, offset), []).append(place)
+    out.places.setdefault((name, str(offset)), []).append(place)
 
 
 def _items(table: Any, what: str) -> Iterator[tuple[Any, Any]]:
@@ -207,7 +212,7 @@ def _items(table: Any, what: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _check_name(name: object) -> None:
-    if type(name) is not str or len(name) > 4096:
+    if type(name) is not str or len(name) > _LONGEST:
         raise ValueError("something is not called by a text of a fair length")
 
 

@@ -204,8 +204,7 @@ def _stacked(what: str, slices: list[_Tensor]) -> StoredTensor:
     if any(not each.dims for each in slices):
         raise FormatError(f"{what}: a slice of a map has no rows")
     rows = sum(checked_shape(each.dims, what)[0] for each in slices)
-    tails = {tuple(each.dims[1:]) for each in slices}
-    if len(tails) > 1:
+    if any(each.dims[1:] != slices[0].dims[1:] for each in slices):
         raise FormatError(f"{what}: its slices have different shapes")
     return _joined(what, slices, [rows, *slices[0].dims[1:]], same_dims=False)
 
