@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from shardkeep.foreign.dcp.classes import Bytes, Chunk, Index, Info, Tensor
 from shardkeep.foreign.dcp.joining import Joined, spot
 from shardkeep.foreign.dcp.safetensors_items import SafetensorsItems
 from shardkeep.foreign.headers import Entry, check_packed, parse_header, read_whole_header
+from shardkeep.foreign.nesting import nested
 from shardkeep.foreign.regular_files import opened
 from shardkeep.foreign.tables import check_inside
 from shardkeep.foreign.torch_stand_ins import TorchSize
@@ -98,6 +100,21 @@ def test_a_tensor_that_is_a_value_on_another_rank():
 def test_a_value_that_lies_nowhere():
     with pytest.raises(CorruptionError, match="nothing says where the value a is stored"):
         Joined("here").add(0, "a", Bytes(), {})
+
+
+@pytest.mark.parametrize("rest", [(), ("x",)], ids=["items", "keys of items"])
+def test_places_in_a_list_that_collide_are_not_looked_for(rest):
+    paths = {str(at): ("a", at * (2**61 - 1), *rest) for at in range(20_000)}
+    begun = time.thread_time()
+    with pytest.raises(FormatError, match="1 is an item of a list of more than the 50000 that"):
+        nested(dict.fromkeys(paths), paths, "here")
+    assert time.thread_time() - begun < 1
+    far = {"a": ("a", 10_002)}
+    with pytest.raises(FormatError, match="a list of more than the 10002 that"):
+        nested({"a": 1}, far, "here")
+    with pytest.raises(FormatError, match="a list of 10004 items has 1 of them"):
+        nested({"a": 1, "b": 2}, {"a": ("a", 10_003), "b": ("b",)}, "here")
+    assert nested({"a": 1}, {"a": ("a", 10_001)}, "here")["a"][-1] == 1
 
 
 def test_names_whose_nesting_is_not_told_or_told_twice():

@@ -28,14 +28,17 @@ def nested(
         return dict(leaves)
     tops = [paths.get(fqn, (fqn,))[0] for fqn in leaves]
     root: _Keys | _Items = _Items() if tops and all(type(key) is int for key in tops) else _Keys()
+    # Places further on are refused before they are looked for: they can be chosen to collide.
+    most = 2 * len(leaves) + _GAPS
     for fqn, value in leaves.items():
         path = paths.get(fqn, (fqn,))
         if len(path) > _DEPTH:
             raise FormatError(f"{where}: {fqn:.100} is nested deeper than {_DEPTH}")
         at: Any = root
         for key, following in pairwise(path):
+            _check_key(at, key, most, fqn, where)
             at = _inner(at, key, following, fqn, where)
-        _check_key(at, path[-1], fqn, where)
+        _check_key(at, path[-1], most, fqn, where)
         if path[-1] in at:
             raise FormatError(f"{where}: {fqn} lies where something else does")
         at[path[-1]] = value
@@ -51,7 +54,6 @@ class _Items(dict[Any, Any]):
 
 
 def _inner(at: Any, key: Any, following: Any, fqn: str, where: str) -> Any:
-    _check_key(at, key, fqn, where)
     kind: type = _Items if type(following) is int else _Keys
     inner = at.setdefault(key, kind())
     if type(inner) is not kind:
@@ -59,9 +61,13 @@ def _inner(at: Any, key: Any, following: Any, fqn: str, where: str) -> Any:
     return inner
 
 
-def _check_key(at: Any, key: Any, fqn: str, where: str) -> None:
+def _check_key(at: Any, key: Any, most: int, fqn: str, where: str) -> None:
     if (type(key) is int) != (type(at) is _Items) or (type(key) is int and key < 0):
         raise FormatError(f"{where}: the path of {fqn} leads through something else")
+    if type(key) is int and key >= most:
+        raise FormatError(
+            f"{where}: {fqn:.100} is an item of a list of more than the {most} that there can be"
+        )
 
 
 def _finished(value: Any, where: str) -> Any:
