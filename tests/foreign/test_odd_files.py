@@ -372,3 +372,11 @@ def test_tensors_whose_numbers_collide_are_told_apart_at_once():
 
     assert len({hash(lying(at)) for at in numbers}) == len(numbers)
     assert lying(numbers[0]) == lying((*numbers[0],)) != lying(None)
+
+
+def test_a_sequence_that_occurs_often_is_looked_through_once(tmp_path):
+    often = [list(range(100_000))] * 300
+    begun = time.thread_time()
+    tables = tables_of(Found("ours", tmp_path, {"a": often, "b": [often, {"c": 1}]}))
+    assert time.thread_time() - begun < 2
+    assert tables.plain["a"] is often is tables.plain["b.0"]

@@ -78,6 +78,9 @@ class _Walk:
     plain: list[object] = field(default_factory=list)
     leaves: list[tuple[int, int]] = field(default_factory=list)
     """Kind of each leaf, and its number among those of its kind."""
+    splits: dict[int, bool] = field(default_factory=dict)
+    """By the id of a sequence, whether it holds a tensor or a mapping, at any depth of sequences;
+    looked at once, however often and however deep it occurs."""
 
     def node(self, value: object, path: Path) -> Node:
         if len(path) > MAX_DEPTH:
@@ -88,7 +91,7 @@ class _Walk:
             return self._leaf(TENSOR, self.tensors, value)
         if isinstance(value, Mapping) and type(value) is not Counter:
             return self._mapping(value, path)
-        if type(value) in (list, tuple) and _splits(value, 0):
+        if type(value) in (list, tuple) and self._splits(value, 0):
             kind = "list" if type(value) is list else "tuple"
             items: Sequence[object] = value  # type: ignore[assignment]
             nodes = [self.node(item, (*path, at)) for at, item in enumerate(items)]
@@ -110,17 +113,21 @@ class _Walk:
         among.append(value)
         return kind
 
+    def _splits(self, value: Any, depth: int) -> bool:
+        if depth > MAX_DEPTH:
+            return True
+        known = self.splits.get(id(value))
+        if known is None:
+            known = self.splits[id(value)] = self._holds_one(value, depth)
+        return known
 
-def _splits(value: Any, depth: int) -> bool:
-    """Whether a sequence holds a tensor or a mapping, at any depth of sequences."""
-    if depth > MAX_DEPTH:
-        return True
-    for item in value:
-        if isinstance(item, (StoredTensor, np.ndarray, Mapping)) and type(item) is not Counter:
-            return True
-        if type(item) in (list, tuple) and _splits(item, depth + 1):
-            return True
-    return False
+    def _holds_one(self, value: Any, depth: int) -> bool:
+        for item in value:
+            if isinstance(item, (StoredTensor, np.ndarray, Mapping)) and type(item) is not Counter:
+                return True
+            if type(item) in (list, tuple) and self._splits(item, depth + 1):
+                return True
+        return False
 
 
 def _array(array: Array, name: str) -> StoredTensor:
