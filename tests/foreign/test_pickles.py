@@ -508,6 +508,16 @@ def test_what_takes_long_to_look_for_is_not_shared_for_ever():
             pickles.load(pickle.dumps([each] * 100), where="x")
 
 
+def test_plain_values_are_not_shared_for_ever_either():
+    table, items = {f"key {at}": at for at in range(1000)}, [{}, *range(1000)]
+    for each in (table, items, list(range(1000))):
+        with pytest.raises(UnsafeCheckpointError, match="values that share parts would be"):
+            pickles.load(pickle.dumps([each] * 2000), where="x")
+        assert pickles.load(pickle.dumps([each] * 300), where="x") == [each] * 300
+    long = list(range(200_000))  # what workers share, say
+    assert pickles.load(pickle.dumps([long] * 16), where="x") == [long] * 16
+
+
 def test_a_tuple_as_a_key_again_and_again_is_not_walked_for_ever():
     numbers, text = b"(" + b"K\1" * 99 + b"tq\0", b"X" + struct.pack("<I", 10**6) + b"x" * 10**6
     longs = b"(" + text + b"2" * 98 + b"tq\0(" + text + b"2" * 98 + b"tq\1"

@@ -36,8 +36,9 @@ class Limits:
     copies: int = 48 << 20
     """Bytes that calls look at and copy, beyond 48 for each byte of the pickle."""
     expanded: int = 1_000_000
-    """Containers beyond 16 times as many as there are, if shared ones are counted wherever they
-    occur; and as many as it takes microseconds to look for keys whose hashes were chosen."""
+    """Containers and what lies in them, beyond 16 times the containers and 4 times the rest that
+    there is (16 times also of sequences without containers), if shared ones are counted wherever
+    they occur; and as many as it takes microseconds to look for keys whose hashes were chosen."""
     odd_keys: int = 10_000
     """Keys and members whose hashes a writer can choose with ease, as long and complex numbers, or
     that take long to look at: long tuples, and tuples in tuples."""
@@ -101,6 +102,8 @@ _CHOSEN = 4
 """What a key counts whose hash is easily chosen: others are slow to find."""
 _ITEM = 48
 """Bytes that each item of a tuple counts: no more than a byte of the pickle allows for."""
+_SHARED = 16
+"""Times that a part may occur on the average."""
 _PLAIN_KEYS = frozenset({str, float, bool, type(None), bytes})
 
 
@@ -119,8 +122,7 @@ def _inside(value: Any) -> Iterable[Any] | None:
 def check_graph(root: object, where: str, limits: Limits) -> None:
     """Refuse cycles, too much depth or sharing, and names of code among the values."""
     skip: set[type] = set(_ATOMS)
-    # Of each container: how many there are inside of it, counted wherever they occur, and how deep.
-    known: dict[int, tuple[int, int]] = {}
+    known = _Known(limits.expanded)
     path: list[_Visit] = []
     _enter(root, path, known, skip, where, limits)
     while path:
@@ -136,6 +138,15 @@ def check_graph(root: object, where: str, limits: Limits) -> None:
         else:
             path.pop()
             _leave(visit, path, known, where, limits)
+
+
+class _Known(dict[int, tuple[int, int]]):
+    """Of each container: how much is inside of it, counted wherever it occurs, and how deep."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+        """How much may be inside of one."""
 
 
 class _Visit:
@@ -156,7 +167,7 @@ class _Visit:
 def _enter(
     value: object,
     path: list[_Visit],
-    known: dict[int, tuple[int, int]],
+    known: _Known,
     skip: set[type],
     where: str,
     limits: Limits,
@@ -173,8 +184,14 @@ def _enter(
     if len(path) >= limits.depth:
         raise FormatError(f"{where}: values nested deeper than {limits.depth}")
     known[id(value)] = (-1, 0)
-    path.append(_Visit(value, iter([item for item in inner if type(item) not in skip])))
-    path[-1].size += _searched(value)
+    items = list(inner)
+    todo = [item for item in items if type(item) not in skip]
+    visit, plain = _Visit(value, iter(todo)), len(items) - len(todo)
+    visit.size += plain + _searched(value)
+    # Names and places are kept for each item of a mapping, and of a sequence that holds one.
+    once = type(value) in _MAPPINGS or todo
+    known.room += _SHARED + plain * (_SHARED // 4 if once else _SHARED)
+    path.append(visit)
     return True
 
 
@@ -191,16 +208,14 @@ def _searched(value: Any) -> int:
     return max(0, int((thread_time() - begun - SEARCH * len(value)) * 1e6))
 
 
-def _leave(
-    visit: _Visit, path: list[_Visit], known: dict[int, tuple[int, int]], where: str, limits: Limits
-) -> None:
+def _leave(visit: _Visit, path: list[_Visit], known: _Known, where: str, limits: Limits) -> None:
     known[id(visit.value)] = (visit.size, visit.height)
     if len(path) + visit.height > limits.depth:
         raise FormatError(f"{where}: values nested deeper than {limits.depth}")
-    if visit.size > limits.expanded + 16 * len(known):
+    if visit.size > known.room:
         raise UnsafeCheckpointError(
-            f"{where}: values that share parts would be {visit.size} when taken apart; "
-            f"there are {len(known)}"
+            f"{where}: values that share parts would be {visit.size} when taken apart; for as many "
+            f"as there are, at most {known.room} may be"
         )
     if path:
         path[-1].count(visit.size, visit.height, where)
