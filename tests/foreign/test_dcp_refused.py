@@ -45,7 +45,8 @@ def test_places_that_are_no_numbers(wrong):
 
 def test_an_index_has_a_name():
     assert made(Index, fqn="a", offset=None).offset is None
-    for wrong in (None, 5, b"a"):
+    assert made(Index, fqn="a" * 4096).fqn
+    for wrong in (None, 5, b"a", "a" * 4097):
         with pytest.raises(ValueError, match="without a name"):
             made(Index, fqn=wrong, offset=None)
 
@@ -55,6 +56,7 @@ def test_an_index_has_a_name():
     [
         ("relative_path", "", "in no file"),
         ("relative_path", None, "in no file"),
+        ("relative_path", "a" * 4097, "in no file"),
         ("offset", 1.0, "at no offset"),
         ("length", None, "at no offset"),
         ("length", True, "at no offset"),

@@ -528,6 +528,26 @@ def test_a_tuple_as_a_key_again_and_again_is_not_walked_for_ever():
         assert time.thread_time() - begun < 3
 
 
+def test_long_texts_as_keys_again_and_again_are_not_compared_for_ever():
+    def text(letters: int) -> bytes:
+        return b"X" + struct.pack("<I", letters) + b"x" * letters
+
+    two = b"(" + text(10**6) + b"q\0" + text(10**6) + b"q\1l0"
+    pairs = b"](" + b"](h\0Neh\1N\x86" * 2000 + b"e\x85R"
+    classes = {**TORCH, "x" * 10**6 + "." + "x" * 10**6: dict}
+    for body, what in (
+        (b"}(" + b"h\0Nh\1N" * 20_000 + b"u", "too large keys"),
+        (b"h\0h\1\x930h\1h\0\x930" * 10_000 + b"N", "too large keys"),
+        (glob("collections", "OrderedDict") + pairs, "an odd key"),
+    ):
+        begun = time.thread_time()
+        with pytest.raises(CheckpointError, match=what):
+            pickles.load(p4(two + body), where="x", classes=classes)
+        assert time.thread_time() - begun < 0.5
+    names = {"x" * 300 + str(at): at for at in range(1000)}
+    assert pickles.load(pickle.dumps([dict(names) for _ in range(20)]), where="x")[-1] == names
+
+
 def test_uuids_that_would_collide_are_few():
     made = {uuid.UUID(int=at): None for at in range(2600)}
     assert len(pickles.load(pickle.dumps(dict(list(made.items())[:2500])), where="x")) == 2500

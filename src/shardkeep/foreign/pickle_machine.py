@@ -268,6 +268,8 @@ class _Machine:
     def find(self, module: object, name: object) -> object:
         if type(module) is not str or type(name) is not str:
             raise ValueError("a global is not named by two texts")
+        if len(module) + len(name) > _LONG:
+            self.long_key(module, name)
         known = self.known.get((module, name), _NOTHING)
         if known is not _NOTHING:
             return known
@@ -335,6 +337,12 @@ class _Machine:
                 self.room -= size
                 if self.odd_keys < 0 or self.room < 0:
                     raise self.excessive("has too many or too large keys that are no texts")
+
+    def long_key(self, *keys: str) -> None:
+        """One is compared with another that is equal, letter by letter, each time it is used."""
+        self.room -= sum(map(len, keys))
+        if self.room < 0:
+            raise self.excessive("has too many or too large keys")
 
     def searched(self, begun: float, count: int = 1) -> None:
         """Places of keys were looked for since then."""
@@ -436,6 +444,8 @@ class _Machine:
         rest = iter(items)
         for key, value in zip(rest, rest, strict=True):
             if type(key) is str:
+                if len(key) > _LONG:
+                    self.long_key(key)
                 target[key] = value
                 continue
             self.check_keys((key,))
@@ -562,6 +572,8 @@ _HASHING: Final = frozenset(
 _COPYING: Final = frozenset(
     {"builtins.dict", "__builtin__.dict", "collections.OrderedDict", "collections.Counter"}
 )
+_LONG: Final = 256
+"""Characters of a key from which on it counts: few have as many."""
 _AT_ONCE: Final = 64
 """Members of a set that are added between two looks at the clock."""
 

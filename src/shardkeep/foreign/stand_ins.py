@@ -129,8 +129,14 @@ _NUMBERED = 1000
 """Pairs of which some keys may be numbers: theirs are hashed all at once."""
 
 
+_LONGEST = 4096
+"""Characters of such a key: equal ones are compared letter by letter."""
+
+
 def _plain_key(key: object) -> bool:
-    return type(key) is str or (type(key) is int and -(2**64) < key < 2**64)
+    if type(key) is str:
+        return len(key) <= _LONGEST
+    return type(key) is int and -(2**64) < key < 2**64
 
 
 def _mapping(cls: type[Any]) -> Callable[..., object]:

@@ -18,6 +18,8 @@ __all__ = ["CLASSES", "Bytes", "Chunk", "Description", "Index", "Info", "Propert
 Ints = tuple[int, ...]
 _DIMENSIONS = 32
 _EXTENT = 1 << 62
+_LONGEST = 4096
+"""Characters of a name: equal ones are compared letter by letter wherever they are looked up."""
 
 
 def _require(fine: bool, wrong: str) -> None:
@@ -75,7 +77,7 @@ class Index(StandIn):
         fields = _attributes(state)
         offset, self.fqn = fields.get("offset"), fields["fqn"]
         self.offset = None if offset is None else _sizes(offset)
-        if type(self.fqn) is not str:
+        if type(self.fqn) is not str or len(self.fqn) > _LONGEST:
             raise ValueError("an index without a name")
 
 
@@ -97,7 +99,7 @@ class Info(StandIn):
         self.path, self.offset = fields["relative_path"], fields["offset"]
         self.length = fields["length"]
         transforms = fields.get("transform_descriptors") or ()
-        if type(self.path) is not str or not self.path:
+        if type(self.path) is not str or not 0 < len(self.path) <= _LONGEST:
             raise ValueError("an item in no file")
         if type(self.offset) is not int or type(self.length) is not int:
             raise ValueError("an item at no offset")
