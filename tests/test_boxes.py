@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardkeep import boxes
-from shardkeep.boxes import Gap, Outside, Overlap, tiling_fault
+from shardkeep.boxes import FEW_SLABS, Gap, Outside, Overlap, tiling_fault
 from shardkeep.columns import Boxes, starts
 from shardkeep.metadata import ChunkStorageMetadata
 
@@ -314,3 +314,26 @@ def test_linear_starts_are_ravelled_offsets(cases):
                 strides = boxes.strides(shape)
                 assert at == sum(o * s for o, s in zip(box.offsets, strides, strict=True))
     assert not found
+
+
+def groups_cut_apart(count):
+    """Boxes that tile a tensor: each of some groups is cut along a dimension of its own, and only
+    the last dimension tells the groups apart."""
+    shape = (*[8] * count, count)
+    listed = []
+    for group in range(count):
+        for cut in range(8):
+            offsets, sizes = [0] * count + [group], [8] * count + [1]
+            offsets[group], sizes[group] = cut, 1
+            listed.append(ChunkStorageMetadata(tuple(offsets), tuple(sizes)))
+    return shape, listed
+
+
+@pytest.mark.parametrize("count", [2, 6, 20])
+def test_faults_are_not_looked_for_for_ever(count):
+    """There are 8 ** count slabs between the edges of these."""
+    shape, listed = groups_cut_apart(count)
+    assert tiling_fault(shape, *matrices(shape, listed), FEW_SLABS) is None
+    assert boxes.tiled(*columns([(shape, listed)]), 12345)[0]
+    assert isinstance(tiling_fault(shape, *matrices(shape, listed[:-1]), FEW_SLABS), Gap)
+    assert not boxes.tiled(*columns([(shape, listed[:-1])]), 12345)[0]

@@ -7,6 +7,7 @@ Everything here is pure: nothing reads, writes or knows about ranks.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from shardkeep.columns import Boxes, Ints, slices
 from shardkeep.metadata import ChunkStorageMetadata
 
 __all__ = [
+    "FEW_SLABS",
     "Gap",
     "Outside",
     "Overlap",
@@ -131,13 +133,19 @@ class Gap:
     """The first uncovered region in row-major order."""
 
 
+FEW_SLABS = 30_000
+"""As many as take some tenths of a second."""
+
+
 def tiling_fault(
-    shape: Sequence[int], offsets: Ints, sizes: Ints
+    shape: Sequence[int], offsets: Ints, sizes: Ints, most: float = math.inf
 ) -> Outside | Overlap | Gap | None:
     """Why the boxes (rows of two matrices) do not tile `shape` exactly once; None if they do.
 
     Exact, and meant for naming a fault: it walks the slabs between box edges, one dimension after
-    the other. Empty boxes cover nothing and disturb nothing.
+    the other. Of boxes that are cut along many there may be any number of those: after about as
+    many as somebody has time for, `most`, None says nothing. Empty boxes cover nothing and disturb
+    nothing.
     """
     ends = offsets + sizes
     outside = np.flatnonzero((ends > np.asarray(shape, np.int64)).any(axis=1))
@@ -146,7 +154,13 @@ def tiling_fault(
     rows = np.flatnonzero((sizes > 0).all(axis=1))
     if math.prod(shape) == 0:
         return None
-    return _slab_fault(tuple(shape), offsets, ends, rows, 0, [], [])
+    with contextlib.suppress(_TooManySlabs):
+        return _slab_fault(tuple(shape), offsets, ends, rows, 0, [], [], [most])
+    return None
+
+
+class _TooManySlabs(Exception):
+    """More of them than anybody has time for."""
 
 
 def _slab_fault(
@@ -157,6 +171,7 @@ def _slab_fault(
     dim: int,
     low: list[int],
     size: list[int],
+    left: list[float],
 ) -> Overlap | Gap | None:
     if dim == len(shape):
         if len(rows) == 0:
@@ -167,9 +182,12 @@ def _slab_fault(
         return Gap(ChunkStorageMetadata((*low, *(0,) * len(rest)), (*size, *rest)))
     begin, end = offsets[rows, dim], ends[rows, dim]
     edges = np.unique(np.concatenate([[0, shape[dim]], begin, end])).tolist()
+    left[0] -= len(edges) * (1 + len(rows) / 1000)
+    if left[0] < 0:
+        raise _TooManySlabs
     for a, b in pairwise(edges):
         inside = rows[(begin <= a) & (end >= b)]
-        fault = _slab_fault(shape, offsets, ends, inside, dim + 1, [*low, a], [*size, b - a])
+        fault = _slab_fault(shape, offsets, ends, inside, dim + 1, [*low, a], [*size, b - a], left)
         if fault is not None:
             return fault
     return None

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.boxes import Gap, Overlap, tiled, tiling_fault
+from shardkeep.boxes import FEW_SLABS, Gap, Overlap, tiled, tiling_fault
 from shardkeep.columns import Boxes
 from shardkeep.dtypes import lookup
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
@@ -33,8 +33,8 @@ from shardkeep.tables import NO_ALIAS, ChunkTable, StateColumns, TensorTable, Va
 
 __all__ = ["ODD", "Tables", "tables_of"]
 
-_NAMED = 1024
-"""Parts of a tensor of which those that are at fault are told: finding them in more takes long."""
+_FEW = 16
+"""Parts of a tensor that are looked at one by one: with more of them, all together first."""
 ODD = -1
 """In place of a file's number: a part that must be worked out; `start` says which."""
 
@@ -255,24 +255,25 @@ class _Parts:
         matrix = (len(parts), ndim)
         offsets = np.array([part.offsets for part in parts], np.int64).reshape(matrix)
         sizes = np.array([part.sizes for part in parts], np.int64).reshape(matrix)
-        if len(parts) > _NAMED:
+        many = len(parts) > _FEW
+        if many:
             boxes = Boxes.of([ChunkStorageMetadata(part.offsets, part.sizes) for part in parts])
             shape, rows = np.array(tensor.shape, np.int64), np.zeros(len(parts), np.int64)
             if tiled(np.array([0, ndim]), shape, rows, boxes, secrets.randbits(62))[0]:
                 return
-            raise CorruptionError(
-                f"{self.where}: of the {len(parts)} parts of {name}, some overlap or are missing",
-                names=(name,),
-            )
-        fault = tiling_fault(tensor.shape, offsets, sizes)
+        fault = tiling_fault(tensor.shape, offsets, sizes, FEW_SLABS)
         if isinstance(fault, Gap):
             text = f"nothing covers {fault.box.offsets} to the extent of {fault.box.sizes}"
         elif isinstance(fault, Overlap):
             one, other = parts[fault.first], parts[fault.second]
             text = f"those at {one.offsets} and {other.offsets} overlap"
+        elif many:
+            text = "some overlap or are missing"
         else:
             return
-        raise CorruptionError(f"{self.where}: of the parts of {name}, {text}", names=(name,))
+        raise CorruptionError(
+            f"{self.where}: of the {len(parts)} parts of {name}, {text}", names=(name,)
+        )
 
 
 def check_inside(name: str, where: str) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from shardkeep.boxes import Gap, Overlap, tiled, tiling_fault
-from shardkeep.columns import Boxes, Ints, starts
+from shardkeep.boxes import FEW_SLABS, Gap, Overlap, tiled, tiling_fault
+from shardkeep.columns import Boxes, starts
 from shardkeep.errors import FormatError
 from shardkeep.foreign.found import Part, StoredTensor
 from shardkeep.foreign.headers import no_duplicates
@@ -29,8 +29,6 @@ __all__ = ["Piece", "join_pieces"]
 
 FURTHEST = 2**62
 """Past any offset: sums of two of them are 64 bits wide."""
-NAMED = 4096
-"""Pieces of a tensor up to which a fault among them is looked for."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ def _check_tiled(name: str, shape: tuple[int, ...], pieces: list[Piece], where: 
     if tiled(starts(np.array([len(shape)])), shapes, rows, boxes, secrets.randbits(63))[0]:
         return
     matrix = (len(pieces), len(shape))
-    few = len(pieces) <= NAMED  # to name the fault takes long, where there are many
-    fault = few and tiling_fault(shape, _as(boxes.offsets, matrix), _as(boxes.sizes, matrix))
+    offsets, sizes = boxes.offsets.reshape(matrix), boxes.sizes.reshape(matrix)
+    fault = tiling_fault(shape, offsets, sizes, FEW_SLABS)
     what = "do not make one tensor"
     if isinstance(fault, Overlap):
         what = f"in {pieces[fault.first].where} and {pieces[fault.second].where} overlap"
@@ -122,7 +120,3 @@ def _check_tiled(name: str, shape: tuple[int, ...], pieces: list[Piece], where: 
     raise FormatError(
         f"{where}: the pieces of {name} {what}; were files of several saves mixed, or some lost?"
     )
-
-
-def _as(flat: Ints, shape: tuple[int, int]) -> Ints:
-    return flat.reshape(shape)
