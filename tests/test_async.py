@@ -410,10 +410,10 @@ def test_other_memory_for_a_while_is_an_error_too(tmp_path, keeper, staging, net
     own = [parameter.data for parameter in parameters]
     check = Run._check_unchanged
 
-    def swap_back(self):
+    def swap_back(self, steps):
         for parameter, data in zip(parameters, own, strict=True):
             parameter.data = data
-        check(self)
+        check(self, steps)
 
     monkeypatch.setattr(Run, "_check_unchanged", swap_back)
     handle = keeper.async_save(dict(net.model.named_parameters()), tmp_path / "a", snapshot="lazy")

@@ -18,6 +18,7 @@ import shardkeep
 from shardkeep import DefaultSavePlanner, NativeWriter, PlanError
 from shardkeep.behind import Run
 from shardkeep.engine.snapshot import Snapshot
+from shardkeep.handles import SaveHandle
 from shardkeep.saving import Saving
 from shardkeep.stores.local import WriteFile
 
@@ -178,35 +179,100 @@ def test_an_interrupt_between_the_threads_ends_the_save(tmp_path, monkeypatch, m
     assert shardkeep.verify(tmp_path / "b").ok
 
 
-@pytest.mark.parametrize("moment", ["fail", "release_state"])
+@pytest.mark.parametrize("moment", ["before it is noted", "once it is noted", "later"])
 def test_a_second_interrupt_leaves_nobody_waiting(tmp_path, monkeypatch, moment):
-    """It comes while the first is told to the thread that writes, which has come to its end."""
-    place = Snapshot if moment == "fail" else Saving
-    real = getattr(place, moment)
-    came = []
+    """It comes while the first is dealt with, and the thread that writes has come to its end."""
+    place, name = (Saving, "release_state") if moment == "later" else (Snapshot, "fail")
+    real, came = getattr(place, name), []
 
     def interrupt(self):
         time.sleep(0.2)
         raise KeyboardInterrupt
 
     def interrupted(self, *args):
-        if threading.current_thread() is threading.main_thread():
-            came.append(moment)
-            if moment == "fail" or len(came) == 2:
-                real(self, *args)
-                raise KeyboardInterrupt
-        real(self, *args)
+        here = threading.current_thread() is threading.main_thread()
+        came.extend([moment] * here)
+        now = here and len(came) == (2 if moment == "later" else 1)
+        if not (now and moment == "before it is noted"):
+            real(self, *args)
+        if now:
+            raise KeyboardInterrupt
 
     with shardkeep.Checkpointer() as keeper:
         with monkeypatch.context() as patch:
             patch.setattr(Run, "_complete", interrupt)
-            patch.setattr(place, moment, interrupted)
+            patch.setattr(place, name, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
         assert keeper._background.wait(LONG_S)
         keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
     assert came
     assert shardkeep.verify(tmp_path / "b").ok
+
+
+def test_an_interrupt_while_a_future_is_told_leaves_nobody_waiting(tmp_path, monkeypatch):
+    """A condition is Python's, so that one may come between its lock and who holds that."""
+    real = SaveHandle.tell_staged
+
+    def interrupted(self):
+        self._is_staged = True
+        self.staged._condition.acquire()
+        raise KeyboardInterrupt
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveHandle, "tell_staged", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save({"w": np.ones(9)}, tmp_path / "a")
+        assert keeper._background.wait(LONG_S)
+        keeper.async_save({"w": np.ones(9)}, tmp_path / "b").result(LONG_S)
+    assert real is SaveHandle.tell_staged
+
+
+def test_two_interrupts_do_not_hide_what_changed(tmp_path, monkeypatch):
+    """The stager is copying, and the program goes on with its step."""
+    parameter, other = torch.nn.Parameter(torch.zeros(1000)), torch.ones(1000)
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    parameter.grad = torch.ones(1000)
+    copying, stepped = threading.Event(), threading.Event()
+    real, fail, left = Snapshot.copy, Snapshot.fail, [1]
+
+    def copy(self, what):
+        if threading.current_thread().name == "shardkeep-stage":
+            copying.set()
+            assert stepped.wait(LONG_S)
+        real(self, what)
+
+    def interrupted(self, error):
+        if threading.current_thread() is threading.main_thread() and left:
+            left.pop()
+            raise KeyboardInterrupt
+        fail(self, error)
+
+    def interrupt(self):
+        assert copying.wait(LONG_S)
+        raise KeyboardInterrupt
+
+    begin = threading.Thread.start
+
+    def start(self):
+        begin(self)
+        if self.name == "shardkeep-stage":
+            interrupt(self)
+
+    with shardkeep.Checkpointer() as keeper:
+        with monkeypatch.context() as patch:
+            patch.setattr(Snapshot, "copy", copy)
+            patch.setattr(Snapshot, "fail", interrupted)
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                keeper.async_save({"w": parameter, "o": other}, tmp_path / "a", snapshot="lazy")
+            optimizer.step()
+            stepped.set()
+            assert keeper._background.wait(LONG_S)
+        with pytest.raises(shardkeep.CheckpointNotFoundError):
+            shardkeep.open(tmp_path / "a")
+        keeper.async_save({"w": other}, tmp_path / "b").result(LONG_S)
 
 
 def test_the_state_may_go_after_an_interrupt(tmp_path, monkeypatch):

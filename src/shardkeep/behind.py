@@ -6,12 +6,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import queue
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import wait as wait_for
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -30,7 +29,7 @@ __all__ = ["Handover", "Run"]
 log = logging.getLogger("shardkeep")
 
 LOOK_S = 1.0
-"""Between two looks at whether a snapshot has failed, of which one is told at once."""
+"""Between two looks at whether a snapshot is there or has failed, of which one is told at once."""
 
 
 class Handover:
@@ -102,12 +101,12 @@ class Run:
         self._stall_s = 0.0
         self._is_committing = False
         self._stager: threading.Thread | None = None
-        self._arrived: Future[None] = Future()
-        """Done once everything is in the arena, as it was."""
-        self._may_write = threading.Event()
+        self._is_there = False
+        """Whether everything is in the arena, as it was."""
         self._before_writing = steps.before_writing
-        if not self._before_writing:
-            self._may_write.set()
+        self._told: queue.SimpleQueue[None] = queue.SimpleQueue()
+        """That one of these has changed, or that there is an error: the caller's thread may be
+        interrupted anywhere, and must hold no lock that the other needs."""
 
     def begin(self, inside: Handover) -> None:
         """Begin to write on a thread, and take the snapshot; what goes wrong is told by the handle.
@@ -119,19 +118,26 @@ class Run:
             target=self._write, args=(inside,), name="shardkeep-save", daemon=True
         )
         try:
-            writing.start()
-            self._take()
-        except BaseException as error:
+            try:
+                writing.start()
+                self._take()
+            except BaseException as error:
+                self._taken.fail(_named(error))
+                raise
+        except BaseException as error:  # also an interrupt before the first was noted
+            self._taken.fail(_named(error))
             is_raised = inside.keep() or not isinstance(error, Exception)
             if is_raised:
+                self._taken.error = _without_frames(error)
                 self.handle.mark_seen()
-            self._fail(_without_frames(error) if is_raised else error)
+            self._fail(error)
             if is_raised:
                 raise
 
     def give_up(self, error: BaseException, inside: contextlib.ExitStack) -> None:
         """No thread has begun to write, and none will; the error is raised here."""
         told = _without_frames(error)
+        self._taken.fail(told)
         self._fail(told)
         self.handle.mark_seen()
         try:
@@ -167,7 +173,9 @@ class Run:
         if not steps.needs_state:
             self._saving.release_state()
         if any(len(copying.units) for copying in steps.later):
-            stager = threading.Thread(target=self._take_rest, name="shardkeep-stage", daemon=True)
+            stager = threading.Thread(
+                target=self._take_rest, args=(steps,), name="shardkeep-stage", daemon=True
+            )
             self._stager = stager
             stager.start()
         else:
@@ -178,8 +186,7 @@ class Run:
     def _copy(self, copying: Copying) -> None:
         self._taken.copy(copying)
         self._before_writing -= 1
-        if not self._before_writing:
-            self._may_write.set()
+        self._told.put(None)
 
     @contextlib.contextmanager
     def _settled(self) -> Iterator[None]:
@@ -193,32 +200,28 @@ class Run:
 
     def _tell_staged(self) -> None:
         """The state may change, or go: nothing of it is kept here."""
-        with contextlib.suppress(InvalidStateError):  # the save has ended already
-            self.handle.staged.set_result(None)
+        self.handle.tell_staged()
 
     def _complete(self) -> None:
-        """Everything is in the arena."""
+        """Everything is in the arena, unless something went wrong elsewhere."""
+        self._taken.check()
         self._steps = Steps()
         self._taken.complete()
-        self._arrived.set_result(None)
-        self._may_write.set()
+        self._is_there, self._before_writing = True, 0
+        self._told.put(None)
 
     def _fail(self, error: BaseException) -> None:
-        if isinstance(error, StalePlan):
-            error = PlanError(
-                "an array got another shape, type or place before the snapshot was complete; with "
-                'snapshot="lazy", nothing but values may change before handle.wait_staged()'
-            )
-        # Another interrupt may come at any moment, and nobody may be left waiting.
-        try:
-            self._taken.fail(error)
-            for future in (self._arrived, self.handle.staged):
-                with contextlib.suppress(InvalidStateError):  # it was there, or the save has ended
-                    future.set_exception(error)
-        finally:
-            self._may_write.set()
-            self._steps = Steps()
-            self._saving.release_state()
+        """The snapshot will not be complete."""
+        self._taken.fail(_named(error))
+        self._told.put(None)
+        self._steps = Steps()
+        self._saving.release_state()
+
+    def _wait(self, is_so: Callable[[], bool]) -> None:
+        """Until something is so, or the snapshot has failed; whoever was kept from telling it."""
+        while not is_so() and self._taken.error is None:
+            with contextlib.suppress(queue.Empty):
+                self._told.get(timeout=LOOK_S)
 
     def join(self) -> None:
         """Until nothing copies into the arena any more."""
@@ -228,26 +231,27 @@ class Run:
 
     # --- behind it
 
-    def _take_rest(self) -> None:
+    def _take_rest(self, steps: Steps) -> None:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
             try:
                 with self._settled():
-                    self._steps.follow()
-                    for copying in self._steps.later:
+                    steps.follow()
+                    for copying in steps.later:
                         self._copy(copying)
                     self._taken.wait()
             finally:
-                self._check_unchanged()  # what else went wrong, went wrong by that
+                self._check_unchanged(steps)  # what else went wrong, went wrong by that
             self._saving.release_state()
             self._complete()
             self._tell_staged()
         except BaseException as error:
             self._fail(error)
+            self.handle.fail_staged(self._taken.error or error)
 
-    def _check_unchanged(self) -> None:
-        changed = self._steps.changed()
+    def _check_unchanged(self, steps: Steps) -> None:
+        changed = steps.changed()
         if changed:
             raise PlanError(
                 f"{names_text(changed)} changed before the snapshot was complete; with "
@@ -257,10 +261,8 @@ class Run:
 
     def _wait_arrived(self) -> None:
         """Until everything is in the arena, or never will be, whoever was kept from saying so."""
-        while not self._arrived.done():
-            wait_for([self._arrived], LOOK_S)
-            self._taken.check()
-        self._arrived.result()
+        self._wait(lambda: self._is_there)
+        self._taken.check()
 
     def _is_cancelled(self) -> bool:
         """Asked once, when all is written; what comes later comes too late."""
@@ -273,9 +275,9 @@ class Run:
             return  # the caller was interrupted before this began
         saving, handle = self._saving, self.handle
         outcome: SaveResult | BaseException | None
-        self._may_write.wait()
         try:
             with inside.stack:
+                self._wait(lambda: self._before_writing <= 0)
                 planner = StagedPlanner(self._taken, saving.planner.features)
                 result = saving.complete(
                     self._plan, planner, self._is_cancelled, self._wait_arrived
@@ -294,6 +296,16 @@ class Run:
             _clear_frames(error)  # they hold parts of the arena, and a handle may be kept for long
         self._taken.fail(RuntimeError("the save has ended"))
         handle.end(outcome)
+
+
+def _named(error: BaseException) -> BaseException:
+    """The same error, for who does not know of plans."""
+    if not isinstance(error, StalePlan):
+        return error
+    return PlanError(
+        "an array got another shape, type or place before the snapshot was complete; with "
+        'snapshot="lazy", nothing but values may change before handle.wait_staged()'
+    )
 
 
 def _without_frames(error: BaseException) -> BaseException:

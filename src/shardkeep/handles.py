@@ -34,6 +34,7 @@ class SaveHandle(Future[SaveResult]):
         """Whether it was never begun, because another was running: `on_overlap="skip"`."""
         self._cancelling = threading.Event()
         self._seen = False
+        self._is_staged = False
         self._process = os.getpid()
 
     @property
@@ -126,13 +127,25 @@ class SaveHandle(Future[SaveResult]):
             return None
         return self.exception()
 
+    def tell_staged(self) -> None:
+        """The state may change. Who is interrupted in here may leave a lock of the future's taken,
+        so that nobody else touches it once this has begun."""
+        self._is_staged = True
+        with contextlib.suppress(InvalidStateError):  # the save has ended already
+            self.staged.set_result(None)
+
+    def fail_staged(self, error: BaseException) -> None:
+        """The state may change, and was not copied; not from a thread that may be interrupted."""
+        if not self._is_staged:
+            with contextlib.suppress(InvalidStateError):
+                self.staged.set_exception(error)
+
     def end(self, outcome: SaveResult | BaseException | None) -> None:
         """The save has ended: well, with an error, or cancelled."""
         if isinstance(outcome, SaveResult):
             self.set_result(outcome)
             return
-        with contextlib.suppress(InvalidStateError):  # it was staged, also if only just now
-            self.staged.set_exception(CancelledError() if outcome is None else outcome)
+        self.fail_staged(CancelledError() if outcome is None else outcome)
         if outcome is None:
             super().cancel()
             self.set_running_or_notify_cancel()

@@ -9,7 +9,9 @@ waits for it asks the device nothing.
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,6 +50,10 @@ ITEM = 16
 """Bytes of the largest element."""
 LOOK_S = 0.0005
 """Between two looks at what a device says."""
+TURN_S = 0.002
+"""The same at what somebody else may have seen who waits for another unit."""
+WAIT_S = 0.1
+"""Between two looks at whether there is an error, of which one is told at once."""
 
 Mask = npt.NDArray[np.bool_]
 
@@ -156,11 +162,18 @@ class Snapshot:
         """Bytes that arrive together."""
         self._threads = threads
         self._missing = np.zeros(-(-held.length // unit), np.int64)
-        """Copies of each unit that are not done, or begun by a device."""
+        """Copies of each unit that are not done, or begun by a device, as far as was looked."""
         self._arrived: dict[int, list[Callable[[], bool]]] = {}
         """For units that come from a device, what says that they are there."""
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._told: queue.SimpleQueue[tuple[int, Callable[[], bool] | None] | None] = (
+            queue.SimpleQueue()
+        )
+        """Units that came, and that there is an error. The caller's thread may be interrupted
+        anywhere, and must hold no lock that others need."""
+        self._turn = threading.Lock()
+        """Of those who wait, one looks at what was told."""
+        self.error: BaseException | None = None
+        """Why what is not there will never be."""
 
     @property
     def memory(self) -> Bytes:
@@ -186,8 +199,7 @@ class Snapshot:
         held = self.held
         filler = Filler(held.part(which, sources, still=still, within=within), staging)
         units = _units_of(held.start[which], held.nbytes[which], self.unit, len(self._missing))
-        with self._changed:
-            self._missing[units] += 1
+        self._missing[units] += 1
         return Copying(filler.fill, units, staging)
 
     def copy(self, copying: Copying) -> None:
@@ -222,17 +234,13 @@ class Snapshot:
             self.arena.prepare(nbytes, staging, self._threads)
 
     def _came(self, number: int, arrived: Callable[[], bool] | None = None) -> None:
-        with self._changed:
-            if arrived is not None:
-                self._arrived.setdefault(number, []).append(arrived)
-            self._missing[number] -= 1
-            self._changed.notify_all()
+        self._told.put((number, arrived))
 
     def fail(self, error: BaseException) -> None:
-        """What is not there yet will never be: whoever waits for it gets this error."""
-        with self._changed:
-            self._error = error
-            self._changed.notify_all()
+        """What is not there yet will never be: whoever waits for it gets the first such error."""
+        if self.error is None:
+            self.error = error
+        self._told.put(None)
 
     # --- waiting
 
@@ -240,20 +248,42 @@ class Snapshot:
         """Until the bytes [low, high) of the arena are there."""
         high = self.held.length if high is None else high
         first, last = low // self.unit, -(-high // self.unit)
-        with self._changed:
-            while self._missing[first:last].any():
-                self.check()
-                self._changed.wait()
+        while self._missing[first:last].any():
+            self.check()
+            if self._turn.acquire(timeout=TURN_S):
+                try:
+                    if self._missing[first:last].any():
+                        self._look(WAIT_S)
+                finally:
+                    self._turn.release()
         for number in range(first, last):
-            for arrived in self._arrived.get(number, ()):
+            for arrived in tuple(self._arrived.get(number, ())):
                 while not arrived():
-                    with self._changed:
-                        self.check()
-                        self._changed.wait(LOOK_S)
+                    self.check()
+                    time.sleep(LOOK_S)
         self.check()
+
+    def _look(self, wait_s: float) -> bool:
+        """Take note of one thing that was told, in one's turn; whether there was any."""
+        try:
+            told = self._told.get(timeout=wait_s) if wait_s else self._told.get_nowait()
+        except queue.Empty:
+            return False
+        if told is not None:
+            number, arrived = told
+            if arrived is not None:
+                self._arrived.setdefault(number, []).append(arrived)
+            self._missing[number] -= 1
+        return True
 
     def is_settled(self) -> bool:
         """Whether threads have ended to copy; a device may still be at it."""
+        if self._turn.acquire(blocking=False):
+            try:
+                while self._look(0):
+                    """All that there is."""
+            finally:
+                self._turn.release()
         return not self._missing.any()
 
     def arrivals(self) -> Iterator[int]:
@@ -265,8 +295,8 @@ class Snapshot:
 
     def check(self) -> None:
         """Raise what went wrong."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
 
 def _units_of(start: Ints, nbytes: Ints, unit: int, count: int) -> Ints:
