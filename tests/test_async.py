@@ -424,6 +424,26 @@ def test_other_memory_for_a_while_is_an_error_too(tmp_path, keeper, staging, net
         handle.result(LONG_S)
 
 
+def test_a_neighbour_in_the_same_memory_is_another(tmp_path, keeper, staging, monkeypatch):
+    torch = pytest.importorskip("torch")
+    both = torch.stack([torch.zeros(100), torch.ones(100)], 1)  # a value, and its average
+    parameter = torch.nn.Parameter(both[:, 0])
+    own, optimizer = parameter.data, torch.optim.SGD([parameter], lr=0.1)
+    check = Run._check_unchanged
+
+    def swap_back(self, steps):
+        parameter.data = own
+        check(self, steps)
+
+    monkeypatch.setattr(Run, "_check_unchanged", swap_back)
+    handle = keeper.async_save({"w": parameter}, tmp_path / "a", snapshot="lazy")
+    parameter.data = both[:, 1]
+    staging.set()
+    with pytest.raises(PlanError, match="another shape, type or place"):
+        handle.result(LONG_S)
+    assert optimizer.param_groups
+
+
 def test_a_state_dict_has_the_memory_that_parameters_had(tmp_path, keeper, staging, net):
     before = copy.deepcopy(net.state)
     handle = keeper.async_save(net.state, tmp_path / "a", snapshot="lazy")

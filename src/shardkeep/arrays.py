@@ -422,6 +422,8 @@ class Stepped:
     """Where those lie."""
     changed: Callable[[], Sequence[bool]]
     """Says of each array whether it was changed in place since, as far as anybody counts."""
+    begins: npt.NDArray[np.bool_]
+    """Of which it is known that all that is stored of them begins where they do."""
 
 
 class Unstepped:
@@ -434,7 +436,8 @@ class Unstepped:
     def stepped(self, values: Sequence[Any]) -> Stepped:
         """None is."""
         none = [False] * len(values)
-        return Stepped(none, np.zeros((len(values), 2), np.uint64), lambda: none)
+        spans = np.zeros((len(values), 2), np.uint64)
+        return Stepped(none, spans, lambda: none, np.zeros(len(values), np.bool_))
 
 
 class TargetsApart:

@@ -203,8 +203,8 @@ class DefaultSavePlanner(SavePlanner):
     def deferrable(
         self, items: WriteItems, rows: Ints
     ) -> tuple[npt.NDArray[np.bool_], Spans, Callable[[], list[str]]]:
-        """Which chunks only an optimizer's step changes, where their tensors lie, and what names
-        those that were changed since."""
+        """Which chunks only an optimizer's step changes, where each begins, and what names those
+        that were changed since."""
         holding, pieces = self._holding, items.chunks.source[rows]
         stepped = holding.stepped()
         tensor = holding.look.tensor[pieces]
@@ -217,7 +217,11 @@ class DefaultSavePlanner(SavePlanner):
             now = stepped.changed()
             return sorted(name for row, name in names.items() if now[row])
 
-        return which, stepped.spans[tensor], changed
+        places = stepped.spans[tensor]
+        if holding.are_whole(pieces, items.chunks.boxes.take(rows)):
+            begin = places[:, 0]
+            places[:, 1] = np.where(stepped.begins[tensor], begin + np.uint64(1), places[:, 1])
+        return which, places, changed
 
     def release(self) -> None:
         """Let go of the state; its elements are somewhere else."""

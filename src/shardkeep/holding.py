@@ -282,9 +282,7 @@ class Holding:
         """The elements of parts of pieces, given by box; from any thread."""
         self.check(numbers)
         rows = self.look.tensor[numbers].tolist()
-        held = self.look.boxes.take(numbers)
-        every = np.array_equal(held.offsets, boxes.offsets)
-        every = every and np.array_equal(held.sizes, boxes.sizes)
+        held, every = self.look.boxes.take(numbers), self.are_whole(numbers, boxes)
         out = []
         for at, (row, which) in enumerate(
             zip(rows, self.look.number[numbers].tolist(), strict=True)
@@ -293,14 +291,18 @@ class Holding:
             out.append(source if every else _part(source, held[at], boxes[at]))
         return out
 
+    def are_whole(self, numbers: Ints, boxes: Boxes) -> bool:
+        """Whether parts of pieces, given by box, are all of them."""
+        held = self.look.boxes.take(numbers)
+        return np.array_equal(held.offsets, boxes.offsets) and np.array_equal(
+            held.sizes, boxes.sizes
+        )
+
     @paused_collector()
     def addresses(self, numbers: Ints, boxes: Boxes) -> Addresses:
         """Where parts of pieces begin that are all a rank holds of a tensor, and lie row-major in
         host memory, as they are stored; 0 for others. Valid as long as nothing is changed."""
-        held = self.look.boxes.take(numbers)
-        if not (
-            np.array_equal(held.offsets, boxes.offsets) and np.array_equal(held.sizes, boxes.sizes)
-        ):
+        if not self.are_whole(numbers, boxes):
             return np.zeros(len(numbers), np.uint64)
         rows, which = np.unique(self.look.tensor[numbers], return_inverse=True)
         kinds, kind = np.unique(self.look.form[rows], return_inverse=True)
@@ -324,7 +326,7 @@ class Holding:
     def stepped(self) -> Stepped:
         """The tensors that only an optimizer's step changes."""
         which = np.zeros(len(self.look.tensor_leaf), np.bool_)
-        spans = np.zeros((len(which), 2), np.uint64)
+        spans, begins = np.zeros((len(which), 2), np.uint64), which.copy()
         by_adapter: dict[int, list[int]] = {}
         for row, leaf in enumerate(self.look.tensor_leaf):
             by_adapter.setdefault(id(self.flat.adapters[leaf]), []).append(row)
@@ -332,7 +334,7 @@ class Holding:
         for rows in by_adapter.values():
             leaves = [self._leaf(row) for row in rows]
             found = leaves[0][0].stepped([value for _, value in leaves])
-            which[rows], spans[rows] = found.which, found.spans
+            which[rows], spans[rows], begins[rows] = found.which, found.spans, found.begins
             asked.append((rows, found.changed))
 
         def changed() -> list[bool]:
@@ -342,7 +344,7 @@ class Holding:
             answers: list[bool] = now.tolist()
             return answers
 
-        return Stepped(which.tolist(), spans, changed)
+        return Stepped(which.tolist(), spans, changed, begins)
 
     def _sources(self, row: int) -> Sequence[Source]:
         sources = self._several.get(row)

@@ -720,6 +720,19 @@ def test_sharded_tensors(tmp_path):
     assert torch.equal(targets[0]["x"].local_shards()[0].tensor, whole[1:])
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_sharded_tensors_are_saved_lazily(tmp_path):
+    whole = torch.arange(24.0).reshape(6, 4)
+    shards = [((0, 0), (6, 4), 0)]
+    (state,) = on_ranks(1, lambda: {"x": sharded_tensor(whole, shards)})
+    owned = state["x"].local_shards()[0].tensor
+    optimizer = torch.optim.SGD([torch.nn.Parameter(owned, requires_grad=False)])
+    with shardkeep.Checkpointer(no_dist=True) as keeper:
+        keeper.async_save(state, tmp_path, snapshot="lazy").result(60)
+    assert (shardkeep.open(tmp_path)["x"][...] == whole.numpy()).all()
+    assert optimizer.param_groups
+
+
 # --- imports ------------------------------------------------------------------------------------
 
 

@@ -126,19 +126,14 @@ class TorchDistributed:
     def stepped(self, values: Sequence[Any]) -> Stepped:
         """Where the only local part is. Changes are their own, which torch counts, and those of the
         local parts, whose optimizer does."""
+        own = [_kind(value) is _DTENSORS for value in values]  # others cannot be asked
         parts = [
-            [*([value] if isinstance(value, torch.Tensor) else []), *_kind(value).locals(value)]
-            for value in values
+            [value] * is_own + _kind(value).locals(value)
+            for value, is_own in zip(values, own, strict=True)
         ]
         found = torch_steps.stepped([part for mine in parts for part in mine])
         end = np.cumsum([len(mine) for mine in parts])
-        alone = np.array(
-            [
-                len(mine) == 1 + isinstance(value, torch.Tensor)
-                for mine, value in zip(parts, values, strict=True)
-            ],
-            np.bool_,
-        )
+        alone = np.array(list(map(len, parts)), np.int64) == 1 + np.array(own, np.int64)
         which = np.zeros(len(values), np.bool_)
         spans = np.zeros((len(values), 2), np.uint64)
         which[alone] = np.array(found.which, np.bool_)[end[alone] - 1]
@@ -148,7 +143,7 @@ class TorchDistributed:
             now = iter(found.changed())
             return [any([next(now) for _ in mine]) for mine in parts]
 
-        return Stepped(which.tolist(), spans, changed)
+        return Stepped(which.tolist(), spans, changed, np.zeros(len(values), np.bool_))
 
     def settle(self, values: Iterable[Any], wait: bool = True) -> Staging | None:
         """What the local tensors need."""

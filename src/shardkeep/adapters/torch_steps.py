@@ -75,7 +75,7 @@ def stepped(values: Sequence[torch.Tensor]) -> Stepped:
         return found
 
     owned: list[bool] = owners.is_owned.tolist()
-    return Stepped(owned, spans, changed)
+    return Stepped(owned, spans, changed, owners.is_owned)
 
 
 def _versions(values: Sequence[torch.Tensor]) -> Ints:
