@@ -172,13 +172,44 @@ def test_a_model_with_a_folder_of_orbaxs_is_what_the_rest_of_it_is(tmp_path, inn
     assert not orbax.recognises(tmp_path)
     with shardkeep.open(tmp_path) as checkpoint:
         assert list(checkpoint.state_dict()) == ["w"]
-    (tmp_path / inner / "_CHECKPOINT_METADATA").write_text("{}")
-    assert not orbax.recognises(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     assert not orbax.recognises(tmp_path)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors.index.json")
     assert not orbax.recognises(tmp_path)
+    (tmp_path / inner / "_CHECKPOINT_METADATA").write_text("{}")
+    assert not orbax.recognises(tmp_path)
     assert orbax.find(tmp_path / inner).state == {"a": "hi"}
+
+
+BESIDE = ["metrics.csv", "checkpoint", "train.log", "config.py", "events.out.tfevents.17.host.1.0"]
+
+
+@pytest.mark.parametrize("tells", [False, True])
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_a_run_writes_beside_its_steps_and_items_changes_nothing(tmp_path, beside, tells):
+    step = tmp_path / "run/5"
+    write_tree(step / "params", "hi")
+    if tells:
+        (step / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {"params": "a handler"}}')
+    for folder in (step.parent, step):
+        (folder / beside).write_text("1, 2")
+        assert orbax.recognises(folder)
+    assert orbax.find(step).state == {"params": {"a": "hi"}}
+    with pytest.raises(FormatError, match=r"Name a step, as in .*/run/5; there are 1"):
+        orbax.find(step.parent)
+
+
+def test_weights_beside_steps_that_tell_what_they_hold_change_nothing_but_what_can_be_read(
+    tmp_path,
+):
+    write_tree(tmp_path / "5/params", "hi")
+    (tmp_path / "best.pt").write_text("")
+    assert not orbax.recognises(tmp_path)
+    (tmp_path / "5/_CHECKPOINT_METADATA").write_text("{}")
+    assert orbax.recognises(tmp_path)
+    np_save({"w": W}, tmp_path / "model.safetensors")
+    with shardkeep.open(tmp_path) as checkpoint:
+        assert list(checkpoint.state_dict()) == ["w"]
 
 
 def test_an_item_whose_name_ends_in_a_digit_is_no_step(tmp_path):

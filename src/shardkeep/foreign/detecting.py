@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from shardkeep.foreign.found import Found
 from shardkeep.stores.local import storage_errors
 
-__all__ = ["FORMATS", "Format", "detect", "seen"]
+__all__ = ["FORMATS", "Format", "detect", "recognised_later", "seen"]
 
 NATIVE_RECORD = "checkpoint.json"
 """Where this is, the checkpoint is ours."""
@@ -51,7 +52,16 @@ def detect(path: Path) -> Format | None:
     with storage_errors(f"looking at {path}"):
         if not path.exists() or (path / NATIVE_RECORD).exists():
             return None
-    for name in FORMATS:
+    return _recognising(FORMATS, path)
+
+
+def recognised_later(name: str, path: Path) -> bool:
+    """Whether one of the formats that are asked after this one would recognise what lies there."""
+    return _recognising(FORMATS[FORMATS.index(name) + 1 :], path) is not None
+
+
+def _recognising(names: Sequence[str], path: Path) -> Format | None:
+    for name in names:
         known = cast("Format", importlib.import_module(f"shardkeep.formats.{name}"))
         if known.recognises(path):
             return known

@@ -11,17 +11,18 @@ from typing import Any
 
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
 from shardkeep.foreign.below import file_below, read_exactly, regular_size
+from shardkeep.foreign.detecting import recognised_later
 
 __all__ = ["TREE", "Leaf", "Tree", "is_checkpoint", "items_of", "read_json", "read_tree"]
 
 CHECKPOINT = "_CHECKPOINT_METADATA"
 TREE = "_METADATA"
 UNFINISHED = ".orbax-checkpoint-tmp"
-_OWN = frozenset({CHECKPOINT, "commit_success.txt", "orbax.checkpoint"})
-"""Files that Orbax writes beside items."""
-_TEXTS = (".json", ".md", ".txt", ".yaml", ".yml")
-"""How files end that people put there, and that hold no tensors; an index tells of some."""
-_INDEX = ".index.json"
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".npz"),
+    ".index.json",
+)
+"""How files end that hold another system's weights, or say where they are."""
 _MAX_JSON = 1 << 30
 _MAX_DEPTH = 64
 SEQUENCE, DICT = 1, 2
@@ -78,22 +79,18 @@ def _folders(path: Path) -> list[str]:
         return sorted(entry.name for entry in entries if entry.is_dir())
 
 
-def _is_alone(path: Path) -> bool:
-    """Whether nothing of another system lies there: a model of Hugging Face may have a folder with
+def _is_among_weights(path: Path) -> bool:
+    """Whether another system's weights lie there: a model of Hugging Face may have a folder with
     the same in Orbax's form, and is still one of Hugging Face."""
     with os.scandir(path) as entries:
-        names = [entry.name for entry in entries if not entry.is_dir()]
-    return all(
-        name in _OWN
-        or name.startswith(".")
-        or (name.endswith(_TEXTS) and not name.endswith(_INDEX))
-        for name in names
-    )
+        if any(entry.name.endswith(_WEIGHTS) and not entry.is_dir() for entry in entries):
+            return True
+    return recognised_later("orbax", path)
 
 
 def _trees(path: Path) -> list[str]:
     """Names of items that are trees: before version 0.10 nothing else said what a step holds."""
-    if not _is_alone(path):
+    if _is_among_weights(path):
         return []
     return [name for name in _folders(path) if _says(path / name / TREE, b'"tree_metadata"')]
 
@@ -102,12 +99,13 @@ def _steps(path: Path) -> list[str]:
     """Names of steps, where this is a manager's folder.
 
     The name of an item may end in a digit as that of a step does, so where no step says what it
-    holds, this is a manager's folder only if all that have trees have such names.
+    holds, this is a manager's folder only if all that have trees have such names. Where one does,
+    only what can be read instead makes it none: weights may have been exported beside it.
     """
-    if not _is_alone(path):
+    telling = {name for name in _folders(path) if (path / name / CHECKPOINT).is_file()}
+    if recognised_later("orbax", path) if telling else _is_among_weights(path):
         return []
     folders = [name for name in _folders(path) if UNFINISHED not in name]
-    telling = {name for name in _folders(path) if (path / name / CHECKPOINT).is_file()}
     silent = [
         name
         for name in folders
