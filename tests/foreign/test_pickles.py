@@ -25,6 +25,7 @@ from shardkeep.errors import CheckpointError, CorruptionError, FormatError, Unsa
 from shardkeep.foreign import pickles
 from shardkeep.foreign.numpy_stand_ins import NumpyArray
 from shardkeep.foreign.stand_ins import Record, records
+from shardkeep.foreign.torch_objects import Finishing
 from shardkeep.foreign.torch_stand_ins import TORCH, Storage, TorchDevice, TorchDType, TorchSize
 from shardkeep.values import same
 
@@ -548,11 +549,49 @@ def test_long_texts_as_keys_again_and_again_are_not_compared_for_ever():
     assert pickles.load(pickle.dumps([dict(names) for _ in range(20)]), where="x")[-1] == names
 
 
-def test_uuids_that_would_collide_are_few():
-    made = {uuid.UUID(int=at): None for at in range(2600)}
-    assert len(pickles.load(pickle.dumps(dict(list(made.items())[:2500])), where="x")) == 2500
-    with pytest.raises(UnsafeCheckpointError, match="too many or too large keys"):
-        pickles.load(pickle.dumps(made), where="x")
+def finished(value: object) -> object:
+    return Finishing("", "x").finished(pickles.load(pickle.dumps(value), where="x", classes=TORCH))
+
+
+def test_many_uuids_that_nobody_chose_are_keys_and_members():
+    table = {uuid.UUID(bytes=np.random.default_rng(at).bytes(16)): at for at in range(30_000)}
+    state = [table, set(table), frozenset(table), {(key, 1): 0 for key in table}]
+    begun = time.thread_time()
+    assert finished(state) == state
+    assert time.thread_time() - begun < 5
+
+
+HOLDING = {
+    "keys": dict.fromkeys,
+    "counted": collections.Counter,
+    "members": set,
+    "frozen": frozenset,
+    "in tuples": lambda made: {((each,), 1): 0 for each in made},
+    "in sets": lambda made: {frozenset([*made[:50], each]): 0 for each in made[50:200]},
+}
+
+
+@pytest.mark.parametrize("how", HOLDING)
+def test_uuids_that_collide_are_not_looked_for_for_ever(how):
+    colliding = [uuid.UUID(int=at * (2**61 - 1) + 5) for at in range(3000)]
+    assert len(set(map(hash, colliding))) == 1
+    stored = pickle.dumps(HOLDING[how](colliding))
+    limits, begun = pickles.Limits(searching=0.1), time.thread_time()
+    with pytest.raises(UnsafeCheckpointError, match=r"far too long to find.*nothing of it is read"):
+        pickles.load(stored, where="x", limits=limits)
+    assert time.thread_time() - begun < 2
+
+
+def test_uuids_that_take_long_to_look_for_are_not_shared_for_ever():
+    slow = {uuid.UUID(int=at * (2**61 - 1)): at for at in range(1000)}
+    assert finished([slow, slow]) == [slow, slow]
+    with pytest.raises(UnsafeCheckpointError, match="values that share parts"):
+        pickles.load(pickle.dumps([slow] * 100), where="x")
+
+
+def test_a_uuid_without_a_number_is_no_key():
+    with pytest.raises(FormatError, match="a UUID without a number"):
+        pickles.load(p4(b"}" + glob("uuid", "UUID") + b")\x81Ns"), where="x")
 
 
 def test_many_tuples_are_keys_and_members():

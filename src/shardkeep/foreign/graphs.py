@@ -15,10 +15,22 @@ from typing import Any
 
 from shardkeep.errors import FormatError, UnsafeCheckpointError
 
-__all__ = ["SEARCH", "Constant", "Global", "Limits", "StandIn", "check_graph", "check_key"]
+__all__ = [
+    "AT_ONCE",
+    "SEARCH",
+    "Constant",
+    "Global",
+    "Limits",
+    "StandIn",
+    "check_graph",
+    "check_key",
+    "excessive",
+]
 
 SEARCH = 5e-6
 """Seconds in which any key is found whose hash nobody chose."""
+AT_ONCE = 64
+"""Keys that are looked for between two looks at the clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +56,8 @@ class Limits:
     that take long to look at: long tuples, and tuples in tuples."""
     searching: float = 0.5
     """Seconds of looking for the places of keys other than texts, beyond some microseconds for
-    each: the hashes of numbers and of tuples of them can be chosen, too, but there may be many that
-    nobody chose."""
+    each: the hashes of numbers, of UUIDs and of tuples of them can be chosen, too, but there may be
+    many that nobody chose."""
     long: int = 1 << 10
     """Bytes of one integer: Python prints none that is much longer."""
     line: int = 1 << 20
@@ -85,6 +97,10 @@ class StandIn:
     chosen = False
     """True where a writer can choose the hash of what it becomes in the end."""
 
+    def finished(self) -> object:
+        """What that is; a `ValueError` if it was not described."""
+        return self
+
     def build(self, state: Any) -> None:
         """Take the state that a pickle sets; whatever does not fit is a `ValueError`."""
         raise ValueError(f"a {type(self).__name__} has no state")
@@ -123,6 +139,7 @@ def check_graph(root: object, where: str, limits: Limits) -> None:
     """Refuse cycles, too much depth or sharing, and names of code among the values."""
     skip: set[type] = set(_ATOMS)
     known = _Known(limits.expanded)
+    search = _Search(where, limits.searching)
     path: list[_Visit] = []
     _enter(root, path, known, skip, where, limits)
     while path:
@@ -134,9 +151,11 @@ def check_graph(root: object, where: str, limits: Limits) -> None:
             if found is not None:
                 visit.count(*found, where)
             elif _enter(item, path, known, skip, where, limits):
+                search.chosen |= getattr(item, "chosen", False)
                 break
         else:
             path.pop()
+            visit.size += search.searched(visit.value)
             _leave(visit, path, known, where, limits)
 
 
@@ -187,7 +206,7 @@ def _enter(
     items = list(inner)
     todo = [item for item in items if type(item) not in skip]
     visit, plain = _Visit(value, iter(todo)), len(items) - len(todo)
-    visit.size += plain + _searched(value)
+    visit.size += plain
     # Names and places are kept for each item of a mapping, and of a sequence that holds one.
     once = type(value) in _MAPPINGS or todo
     known.room += _SHARED + plain * (_SHARED // 4 if once else _SHARED)
@@ -195,17 +214,64 @@ def _enter(
     return True
 
 
-def _searched(value: Any) -> int:
-    """Microseconds beyond the usual in which its keys are looked for. Whoever copies the values
-    spends them wherever it occurs."""
-    if type(value) not in _HASHED:
-        return 0
-    kinds = set(map(type, value))
-    if all(kind is str or issubclass(kind, StandIn) for kind in kinds):
-        return 0
-    begun = thread_time()
-    dict.fromkeys(value)  # a set of a set would be a copy, and look for nothing
-    return max(0, int((thread_time() - begun - SEARCH * len(value)) * 1e6))
+class _Search:
+    """Looking for keys once they are what they stand for: those that were built are found by what
+    they are, which nobody chose.
+
+    What is inside of keys is looked for before them, so that making them takes no longer than that.
+    """
+
+    def __init__(self, where: str, seconds: float) -> None:
+        self.where, self.left = where, seconds
+        self.chosen = False
+        """Whether anything was met that becomes a key whose hash can be chosen."""
+        self._made: dict[int, object] = {}
+
+    def searched(self, value: Any) -> int:
+        """Microseconds beyond the usual in which the keys of a container are looked for. Whoever
+        copies the values spends them wherever it occurs."""
+        if type(value) not in _HASHED:
+            return 0
+        kinds = set(map(type, value))
+        if all(kind is str or (issubclass(kind, StandIn) and not kind.chosen) for kind in kinds):
+            return 0
+        keys = [self._finished(key) for key in value] if self.chosen else list(value)
+        known: set[Any] = set()
+        spent = 0.0
+        step = AT_ONCE if kinds.isdisjoint((tuple, frozenset)) else 1  # one may take long itself
+        for low in range(0, len(keys), step):
+            begun, some = thread_time(), keys[low : low + step]
+            known.update(some)
+            spent += thread_time() - begun - SEARCH * len(some)
+            if spent > self.left:
+                raise excessive(self.where, "has keys that take far too long to find")
+        self.left -= spent
+        return max(0, int(spent * 1e6))
+
+    def _finished(self, key: Any) -> Any:
+        kind: Any = type(key)
+        if not (kind is tuple or kind is frozenset or getattr(kind, "chosen", False)):
+            return key
+        made = self._made.get(id(key))
+        if made is None:
+            if isinstance(key, StandIn):
+                try:
+                    made = key.finished()
+                except ValueError as error:
+                    raise FormatError(f"{self.where}: {error}") from error
+            else:
+                made = kind(map(self._finished, key))
+            self._made[id(key)] = made
+        return made
+
+
+def excessive(where: str, what: str) -> UnsafeCheckpointError:
+    """For a pickle without bounds."""
+    return UnsafeCheckpointError(
+        f"{where}: the pickle {what}. Reading it would take far more time or memory than its "
+        "length explains, so nothing of it is read. If it is yours, save plain values and tensors "
+        "instead, and less of them in one file."
+    )
 
 
 def _leave(visit: _Visit, path: list[_Visit], known: _Known, where: str, limits: Limits) -> None:
@@ -228,7 +294,7 @@ def check_key(key: Any, where: str, depth: int = 0) -> tuple[int, int]:
     if kind in _PLAIN_KEYS:
         return 0, 0
     if isinstance(key, StandIn):
-        return (_CHOSEN if key.chosen else 0), 0
+        return 0, 0
     if kind is int:
         return (0 if -(2**64) < key < 2**64 else _CHOSEN), 0
     if kind is Global:

@@ -17,7 +17,16 @@ from typing import Any, Final, NoReturn
 
 from shardkeep.collector import paused_collector
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, UnsafeCheckpointError
-from shardkeep.foreign.graphs import SEARCH, Constant, Global, Limits, StandIn, check_key
+from shardkeep.foreign.graphs import (
+    AT_ONCE,
+    SEARCH,
+    Constant,
+    Global,
+    Limits,
+    StandIn,
+    check_key,
+    excessive,
+)
 
 __all__ = ["Classes", "Cut", "interpret"]
 
@@ -228,11 +237,7 @@ class _Machine:
         raise ValueError(f"there is no opcode {code:#04x}")
 
     def excessive(self, what: str) -> UnsafeCheckpointError:
-        return UnsafeCheckpointError(
-            f"{self.where}: the pickle {what} (byte {self.pos - self.start}). Reading it would "
-            "take far more time or memory than its length explains, so nothing of it is read. If "
-            "it is yours, save plain values and tensors instead, and less of them in one file."
-        )
+        return excessive(self.where, f"{what} (byte {self.pos - self.start})")
 
     def heavy(self) -> UnsafeCheckpointError:
         return self.excessive("makes far more objects than its length explains")
@@ -353,8 +358,8 @@ class _Machine:
     def add(self, target: set[Any], items: Sequence[Any]) -> None:
         """Members to a set."""
         self.check_keys(items)
-        for low in range(0, len(items), _AT_ONCE):
-            begun, some = thread_time(), items[low : low + _AT_ONCE]
+        for low in range(0, len(items), AT_ONCE):
+            begun, some = thread_time(), items[low : low + AT_ONCE]
             target.update(some)
             self.searched(begun, len(some))
 
@@ -574,8 +579,6 @@ _COPYING: Final = frozenset(
 )
 _LONG: Final = 256
 """Characters of a key from which on it counts: few have as many."""
-_AT_ONCE: Final = 64
-"""Members of a set that are added between two looks at the clock."""
 
 
 def _numbers(code: bytes) -> tuple[int, ...] | None:
