@@ -21,6 +21,7 @@ from shardkeep import (
     ThreadRanks,
     UnsupportedValueError,
 )
+from shardkeep.formats.native import foreign as native_foreign
 
 
 def files(path):
@@ -68,6 +69,40 @@ def test_formats_are_never_mixed(tmp_path, name):
         shardkeep.save({"a": 1}, tmp_path, overwrite=True)
     with pytest.raises(shardkeep.FormatError, match="seems to hold"):
         shardkeep.open(tmp_path)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("mark", "says"),
+    [
+        ("5/_CHECKPOINT_METADATA", b"{}"),  # a step of a manager
+        ("params/_METADATA", b'{"tree_metadata": {}}'),  # an item of an old step
+    ],
+)
+def test_nothing_is_saved_beside_folders_of_orbaxs(tmp_path, mark, says, overwrite):
+    for name in ("a", "logs", "z"):
+        (tmp_path / name).mkdir()
+    (tmp_path / mark).parent.mkdir()
+    (tmp_path / mark).write_bytes(says)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointExistsError, match=r"a checkpoint of Orbax.*never mixed"):
+        shardkeep.save({"a": 1}, tmp_path, overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / mark).write_bytes(b"PAR1")
+    if mark.endswith("/_METADATA"):  # what other programs call so, too
+        shardkeep.save({"a": 1}, tmp_path, overwrite=overwrite)
+        (tmp_path / mark).write_bytes(says)
+        shardkeep.save({"a": 2}, tmp_path, overwrite=True)  # ours, and that is told first
+
+
+def test_folders_that_are_none_of_orbaxs_keep_nobody_waiting(tmp_path, monkeypatch):
+    for at in range(150):
+        (tmp_path / f"f{at}").mkdir()
+        (tmp_path / f"f{at}/_METADATA").write_bytes(b"PAR1")
+    looked = []
+    monkeypatch.setattr(native_foreign, "beginning", lambda *given: looked.append(given) or b"")
+    shardkeep.save({"a": 1}, tmp_path)
+    assert len(looked) == 100
 
 
 def test_a_file_in_the_way(tmp_path):

@@ -28,7 +28,7 @@ def refuse_occupied(store: LocalStore, overwrite: bool) -> None:
     if _is_no_directory(root):
         raise StorageError(f"{root} is a file; a checkpoint needs a directory of its own")
     refuse_linked_data(store)
-    other = foreign_format(store)
+    other = foreign_format(store, below=True)
     if other is not None:
         raise CheckpointExistsError(
             f"{root} holds a checkpoint of {other}; two formats are never mixed in one "
