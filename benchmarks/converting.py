@@ -2,10 +2,11 @@
 
 The state of `io`, saved once. Each round measures the raw rates, evicts the source from the page
 cache, and converts it in a process of its own, which says how long that took and the most memory it
-had. Every byte is read, checked, digested and written; a convert reads and writes at the same time.
-It is compared with the slower of the two raw rates, and with what the disk gives if it is read and
-written at the same time, which bounds it. The source is ours; `--source` has it converted to
-another format first, once.
+had; with `--cached` the source is brought into the page cache instead, where a library that writes
+through it leaves what it saved. Every byte is read, checked, digested and written; a convert reads
+and writes at the same time. It is compared with the slower of the two raw rates, and with what the
+disk gives if it is read and written at the same time, which bounds it where the source is not
+cached. The source is ours; `--source` has it converted to another format first, once.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import shardkeep
 from benchmarks import raw
 from benchmarks.accelerator import device_tensors
-from benchmarks.caches import evict, sync_one
+from benchmarks.caches import evict, sync_one, warm
 from benchmarks.report import Report, above_zero, add_options, number
 from benchmarks.rounds import need_memory, scratch
 from benchmarks.states import nested, training_state
@@ -56,11 +57,15 @@ def save_source(path: Path, nbytes: int) -> int:
     return shardkeep.save(state, path, no_dist=True).nbytes
 
 
-def convert_once(source: Path, target: Path, to: str, budget: int, cast: list[str]) -> Any:
-    """Convert what is not in the page cache; what was made is gone afterwards."""
-    evict(source)
+def convert_once(source: Path, target: Path, chosen: argparse.Namespace) -> Any:
+    """Convert what is or is not in the page cache; what was made is gone afterwards."""
+    if chosen.cached:
+        warm(source)
+    else:
+        evict(source)
     sync_one(source)
-    asked = json.dumps([str(source), str(target), to, budget, [], cast])
+    budget = chosen.budget << 20
+    asked = json.dumps([str(source), str(target), chosen.to, budget, [], chosen.cast])
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, asked], check=True, capture_output=True, text=True
@@ -77,12 +82,12 @@ def convert_once(source: Path, target: Path, to: str, budget: int, cast: list[st
 
 
 def run(directory: Path, chosen: argparse.Namespace, source: Path) -> list[dict[str, float]]:
-    nbytes, budget = int(chosen.size * (1 << 30)), chosen.budget << 20
+    nbytes = int(chosen.size * (1 << 30))
     ways = raw.choose(directory, nbytes)
     rounds: list[dict[str, float]] = []
     for _ in range(chosen.repeat + 1):
         rates = {**ways.disk(directory, nbytes), "both": ways.copying(directory, nbytes)}
-        seen = convert_once(source, directory / "made", chosen.to, budget, chosen.cast)
+        seen = convert_once(source, directory / "made", chosen)
         rounds.append({**seen, **rates})
     return rounds[1:]
 
@@ -119,6 +124,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--source", default="native", help="format of what is converted")
     parser.add_argument("--to", default="native", help="format of the result")
     parser.add_argument("--cast", action="append", default=[], help="such as f32=bf16")
+    parser.add_argument("--cached", action="store_true", help="the source is in the page cache")
     add_options(parser, repeat=3)
     return parser
 
@@ -129,7 +135,7 @@ def main(argv: list[str] | None = None) -> None:
     need_memory(nbytes + (1 << 30))
     with scratch(chosen.dir, 3 * nbytes) as directory:
         settings: dict[str, Any] = {"nbytes": nbytes, "budget": chosen.budget, "to": chosen.to}
-        settings["source"] = chosen.source
+        settings |= {"source": chosen.source, "cached": chosen.cached}
         report = Report("convert", directory, repeat=chosen.repeat, **settings)
         source = directory / "source"
         saved = save_source(source, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 import shardkeep
 from shardkeep.converting import native
+from shardkeep.converting.contents import READERS
 from shardkeep.converting.windows import Windows
+from shardkeep.engine import budget, parallel
 from shardkeep.formats.native import writer
 
 
@@ -54,6 +57,27 @@ def test_one_large_file_is_read_once_by_however_many(tmp_path, watched, monkeypa
     shardkeep.convert(source, tmp_path / "made", memory_budget=budget)
     assert watched.missed <= 16 << 20  # a thread that is long overtaken reads for itself
     assert shardkeep.verify(tmp_path / "made").ok
+    assert shardkeep.diff(source, tmp_path / "made").same
+
+
+def test_a_window_costs_neither_threads_nor_buffers_of_its_own(tmp_path, watched, monkeypatch):
+    begun, made = [], []
+
+    def start(thread, started):
+        begun.append(threading.current_thread().name)
+        return really_start(thread, started)
+
+    def allocate(nbytes):
+        made.append(nbytes)
+        return really_allocate(nbytes)
+
+    really_start, really_allocate = parallel._start, budget.page_aligned
+    monkeypatch.setattr(parallel, "_start", start)
+    source = saved(tmp_path / "source", 64, 3 << 20)
+    monkeypatch.setattr(budget, "page_aligned", allocate)
+    shardkeep.convert(source, tmp_path / "made", memory_budget=32 << 20)
+    assert [name for name in begun if "ahead" in name] == []
+    assert 0 < len(made) <= READERS + 12  # each reader's, and those of the writer
     assert shardkeep.diff(source, tmp_path / "made").same
 
 

@@ -199,6 +199,21 @@ def test_buffers_of_another_size_go_with_a_smaller_budget():
     assert [len(buffer) for buffer in spares._free] == [1 << 20] * 2
 
 
+def test_pools_of_one_size_that_are_used_at_a_time_keep_what_they_need():
+    spares = Spares(pools=2)
+    for _ in range(3):
+        pools = [BufferPool(16 << 20, 2, 1 << 20, 1 << 20, spares=spares) for _ in range(2)]
+        taken = [(pool, pool.take()) for pool in pools for _ in range(2)]
+        used = {id(buffer) for _, buffer in taken}
+        for pool, buffer in taken:
+            pool.give(buffer)
+        for pool in pools:
+            pool.close()
+        assert {id(buffer) for buffer in spares._free} == used
+    spares.trim(1, 1 << 20)
+    assert len(spares._free) == 2
+
+
 def test_buffers_of_a_save_are_there_for_the_next_one(tmp_path):
     state = {"a": np.zeros(4 << 20, np.uint8)}
     with shardkeep.Checkpointer() as keeper:

@@ -71,7 +71,7 @@ class Contents:
         self.values = [n for n in structure.names if n not in operated.tensors]
         """Names of plain values, in the order of the state."""
         reader: Any = checkpoint._reader
-        reader.spares, reader.alone = Spares(), True
+        reader.spares, reader.alone = Spares(READERS), True
         self.view = View(operated.tensors, checkpoint._state, reader.read_tensors)
         self._turns = threading.Semaphore(READERS)
 

@@ -122,8 +122,10 @@ class Spares:
     A list does each of this at once, so that there is no lock for a fork to leave taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pools: int = 1) -> None:
+        """So many pools that are alike are in use at a time."""
         self._free: list[Bytes] = []
+        self._pools = pools
 
     def allocate(self, nbytes: int) -> Bytes:
         """A buffer of this size, from before if there is one."""
@@ -147,8 +149,9 @@ class Spares:
         return 0
 
     def trim(self, most: int, nbytes: int) -> None:
-        """Let go of all but so many of this size, of which a smaller budget consists."""
+        """Let go of all but so many of this size for each pool: a smaller budget has no more."""
         kept: list[Bytes] = []
+        most *= self._pools
         with contextlib.suppress(IndexError):
             while True:
                 buffer = self._free.pop()  # nobody else can take it meanwhile

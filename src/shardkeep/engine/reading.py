@@ -150,7 +150,7 @@ class Reading:
                 def fetch(number: int) -> None:
                     crew.hand(self._fetch(number))
 
-                run_in_order(range(len(self.units)), fetch, fetchers)
+                run_in_order(range(len(self.units)), fetch, fetchers, alone_here=alone)
         finally:
             self.pool.close()
 
