@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -319,6 +320,9 @@ def nest(state):
         ({"m": [0, 0], "e": {}}, ["m.0", "m.1"], {"m": [0, 0], "e": {}}),
         ({"m": {"a": 0}}, ["m"], {"m": 0}),
         ({"m": {"a": 0}}, [".x", "m."], {".x": 0, "m.": 0}),
+        ([0, 0], ["1", "x"], {1: 0, "x": 0}),
+        ([0, 0], ["0", "1", "x"], {0: 0, 1: 0, "x": 0}),
+        ([0, [0, 0]], ["0", "1.1", "1.x"], {0: 0, 1: {1: 0}, "1.x": 0}),
     ],
 )
 def test_names_have_their_places(state, names, wanted):
@@ -346,3 +350,70 @@ def test_names_that_their_places_would_not_have():
     made, faults = placed(Structure(nest({"a": {"b": 0}, "c": 0})), {"a.b": 0, "a[b]": 0})
     assert faults == []
     assert sorted(made.names) == ["a.b", "a[b]"]
+
+
+@pytest.mark.parametrize(
+    ("state", "left", "said"),
+    [
+        ({"m": {"w": 0}, "m.w": 0}, '["m.w"]', '["m.w"] would be called m.w now; rename it, too'),
+        ({"o": {0: 0, "0": 0}}, "o[0]", "o[0] would be called o.0 now; rename it, too"),
+    ],
+)
+def test_a_name_that_was_given_because_of_another_goes_with_it(state, left, said):
+    whole = Structure(nest(state))
+    assert left in whole.names
+    assert placed(whole, {left: 0})[1] == [said]
+    made, faults = placed(whole, {"z": 0})
+    assert (made.root, faults) == (nest({"z": 0}), [])
+
+
+NAMES = st.sampled_from(["a", "b", "a.b", "a.c", "x.y", "0", "1", "[0]", "a.b.c", "q", ".", "a."])
+STATES = st.recursive(
+    st.just(0),
+    lambda inner: st.lists(inner, min_size=1, max_size=3)
+    | st.dictionaries(NAMES | st.integers(0, 2), inner, min_size=1, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(STATES, st.data())
+def test_names_follow_from_what_is_left_or_that_is_a_fault(state, data):
+    whole = Structure(nest(state))
+    kept = data.draw(st.sets(st.sampled_from(whole.names), min_size=1))
+    names = {data.draw(st.just(name) | NAMES): 0 for name in whole.names if name in kept}
+    made, faults = placed(whole, names)
+    if not faults:
+        assert Structure(made.root).names == made.names
+        assert sorted(made.names) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("state", "asked", "left"),
+    [
+        ([1, 2, 3], {"rename": ["^0$=x"]}, {1: 2, 2: 3, "x": 1}),
+        ((1, 2, 3), {"rename": ["^1$=x"]}, {0: 1, 2: 3, "x": 2}),
+        ([1, 2], {"exclude": ["0"]}, {1: 2}),
+    ],
+)
+@pytest.mark.parametrize("to", ["native", "torch-save"])
+def test_what_is_left_of_a_list_is_under_its_numbers(tmp_path, state, asked, left, to):
+    source = type(state)(np.full(2, value, np.float32) for value in state)
+    shardkeep.save({"at": source}, tmp_path / "below")
+    shardkeep.convert(tmp_path / "below", tmp_path / "all.pt", to="torch-save")
+    torch.save(torch.load(tmp_path / "all.pt")["at"], tmp_path / "root.pt")
+    shardkeep.convert(tmp_path / "root.pt", tmp_path / "made", to=to, **asked)
+    with shardkeep.open(tmp_path / "made") as made:
+        found = made.state_dict()
+    assert {key: float(value[0]) for key, value in found.items()} == left
+
+
+def test_a_state_whose_names_no_reader_would_find_is_not_written(tmp_path):
+    one, two = np.zeros(2, np.float32), np.ones(3, np.float32)
+    shardkeep.save({"model": {"w": one}, "model.w": two}, tmp_path / "both")
+    with pytest.raises(shardkeep.PlanError, match="rename it, too"):
+        shardkeep.convert(tmp_path / "both", tmp_path / "made", exclude=["model.w"])
+    assert not (tmp_path / "made").exists()
+    renamed = {"model.w": "v", '["model.w"]': "w"}
+    shardkeep.convert(tmp_path / "both", tmp_path / "made", mapping=renamed)
+    with shardkeep.open(tmp_path / "made") as made:
+        assert (made["v"].shape, made["w"].shape) == ((2,), (3,))

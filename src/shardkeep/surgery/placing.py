@@ -2,8 +2,9 @@
 """The nesting around what surgery leaves of a state.
 
 What keeps its name keeps its place. A new name goes into the innermost dict whose name it begins
-with, under the rest of the name, as state dicts of modules do. A list that loses entries becomes a
-dict by their numbers, so that the names of the others stay; a container that loses all is gone.
+with, under the rest of the name, as state dicts of modules do. A list that loses or gains entries
+becomes a dict by their numbers, so that the names of the others stay; a container that loses all is
+gone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class _Branch:
     """Identity of each key to the key, and to a branch or the name of a leaf."""
     whole: int = 0
     """How many children it had."""
+    gained: bool = False
+    """Whether any was added to them."""
 
     def is_gone(self) -> bool:
         """Whether it had something, and nothing is left."""
@@ -59,8 +62,16 @@ def placed(structure: Structure, leaves: Mapping[str, int]) -> tuple[Structure, 
     order: list[str] = []
     made = Structure(_node(root, leaves, order))
     if len(order) == len(leaves) and made.names != order:
+        if made.has_simple_keys:
+            faults += _misnamed(order, made.names)
         made.take_names(order)
     return made, faults
+
+
+def _misnamed(order: list[str], names: list[str]) -> list[str]:
+    """What had its name because of another of the same, which is gone."""
+    pairs = [(old, new) for old, new in zip(order, names, strict=True) if old != new]
+    return [f"{old} would be called {new} now; rename it, too" for old, new in pairs[:8]]
 
 
 def _grow(node: Node, names: Any, kept: set[str]) -> _Branch:
@@ -103,6 +114,7 @@ def _put(containers: Mapping[str, _Branch], root: _Branch, name: str) -> str:
     if there is not None and not (isinstance(there[1], _Branch) and there[1].is_gone()):
         return f"{name} is the name of a container that is not empty"
     branch.children[key] = (key, name)
+    branch.gained = True
     return ""
 
 
@@ -119,6 +131,6 @@ def _node(branch: _Branch, leaves: Mapping[str, int], order: list[str]) -> Node:
         else:
             order.append(child)
             children.append(leaves[child])
-    if len(children) < branch.whole and kind not in _OPEN:
+    if (branch.gained or len(children) < branch.whole) and kind not in _OPEN:
         kind, extra = "dict", None
     return [kind, keys if kind in _KEYED else None, children, extra]
