@@ -370,8 +370,10 @@ def test_a_name_that_was_given_because_of_another_goes_with_it(state, left, said
 NAMES = st.sampled_from(["a", "b", "a.b", "a.c", "x.y", "0", "1", "[0]", "a.b.c", "q", ".", "a."])
 STATES = st.recursive(
     st.just(0),
-    lambda inner: st.lists(inner, min_size=1, max_size=3)
-    | st.dictionaries(NAMES | st.integers(0, 2), inner, min_size=1, max_size=3),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.dictionaries(NAMES | st.integers(0, 2), inner, min_size=1, max_size=3)
+    ),
     max_leaves=6,
 )
 
