@@ -8,6 +8,7 @@ target      the formats there are to convert to
 native      into our own format, by the writer of ordinary saves
 windows     a file that is to be, read ahead window by window
 laid_out    into other formats, whose files are laid out first
+own_files   what of a directory is the checkpoint's, where it is to be replaced
 workplace   where the result is built, beside its destination, and moved from when it is whole
 """
 

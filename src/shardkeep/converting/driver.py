@@ -9,9 +9,11 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 import shardkeep
 from shardkeep.converting.contents import READERS, Contents, Row, contents_of
@@ -24,6 +26,7 @@ from shardkeep.converting.workplace import (
     check_free,
     files_below,
     fingerprint,
+    finished,
     put_back,
     workplace_of,
 )
@@ -102,8 +105,16 @@ def convert(
     target, options = checked_target(to, options or {}, not shards is max_shard_size is None)
     budget = _checked_budget(memory_budget)
     source, destination = _paths(src, dst)
+    asked = [to, repr(surgery), options, verify, allow_pickle]
+    request = ""
     if not dry_run:
         put_back(destination)
+        if overwrite and os.path.realpath(source) == os.path.realpath(destination):
+            # Its source is gone: done once more, names that changed places would change back.
+            request = _digest(os.path.realpath(source), shards, max_shard_size, *asked)
+            done = finished(destination, request, ConvertResult)
+            if done is not None:
+                return replace(done, path=str(destination), seconds=_since(begun), resumed=True)
     check_free(destination, overwrite=overwrite)
     with open_checkpoint(
         src, verify=verify, allow_pickle=allow_pickle, memory_budget=max(8 << 20, budget // READING)
@@ -118,8 +129,8 @@ def convert(
         if dry_run:
             return _result(contents, destination, to, sizes, dry_run=True)
         looks = (checkpoint.digest, fingerprint(source))
-        asked = [str(source), looks, to, repr(surgery), options, size, shardkeep.__version__]
-        identity = hashlib.sha256(repr([*asked, layout_digest(files)]).encode()).hexdigest()
+        laid_out, version = layout_digest(files), shardkeep.__version__
+        identity = _digest(str(source), looks, size, laid_out, version, *asked)
         with tracked(progress, "converting") as counter:
             counter.expect(sum(sizes.values()) or contents.nbytes)
             with Workplace(destination, identity, overwrite=overwrite) as place:
@@ -137,19 +148,21 @@ def convert(
                     )
                 else:
                     write_laid_out(contents, files, place, budget=writing, progress=counter)
-                resumed = place.is_resumed
-                sizes = sizes or _sizes(place.made)
-                place.publish()
-        spent = time.perf_counter() - begun
-        return _result(
-            contents,
-            destination,
-            to,
-            sizes,
-            digest=digest,
-            seconds=spent,
-            resumed=resumed,
-        )
+                resumed, sizes = place.is_resumed, sizes or _sizes(place.made)
+                result = _result(contents, destination, to, sizes, digest=digest, resumed=resumed)
+                if request:
+                    place.publish({"request": request, "result": msgspec.to_builtins(result)})
+                else:
+                    place.publish()
+        return replace(result, seconds=_since(begun))
+
+
+def _digest(*asked: Any) -> str:
+    return hashlib.sha256(repr(asked).encode()).hexdigest()
+
+
+def _since(begun: float) -> float:
+    return time.perf_counter() - begun
 
 
 def _checked_budget(memory_budget: int | None) -> int:

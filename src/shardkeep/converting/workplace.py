@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from shardkeep.errors import CheckpointError, CheckpointExistsError, StorageError
+import msgspec
+
+from shardkeep.errors import CheckpointExistsError, StorageError
 from shardkeep.foreign.detecting import detect
-from shardkeep.foreign.tables import tables_of
-from shardkeep.formats.native.names import RECORD, lease_save_id, new_save_id, save_id_of
+from shardkeep.formats.native.names import new_save_id
 from shardkeep.stores.direct import exchange_names
 from shardkeep.stores.local import FileId, LocalStore, above_stdio, storage_errors, sync_fd
 from shardkeep.wording import names_text
@@ -32,6 +35,8 @@ __all__ = [
     "Workplace",
     "check_free",
     "files_below",
+    "fingerprint",
+    "finished",
     "put_back",
     "sync_directories",
     "workplace_of",
@@ -43,12 +48,10 @@ ENDING = ".converting"
 _JOURNAL = "journal"
 _MADE = "made"
 _REPLACED = "replaced"
-_PUBLISHING = {"publishing": True}
-"""A note that the result is about to change places with what it replaces."""
-_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""How a file that is a checkpoint is called."""
-_BESIDE = (".safetensors.index.json", ".metadata", "_metadata", ".bytes", ".distcp")
-"""What a checkpoint's directory has beside the files that its tensors are in."""
+_PUBLISHING = "publishing"
+"""In a note that the result is about to change places with what it replaces: what tells it."""
+
+T = TypeVar("T")
 
 
 def workplace_of(destination: Path) -> Path:
@@ -78,38 +81,24 @@ def _check_free(destination: Path, overwrite: bool) -> None:
         raise CheckpointExistsError(
             f"{destination} already exists; choose another destination or pass overwrite=True"
         )
-    strange = _strange(destination)
+    if not destination.is_dir():
+        if detect(destination) is None:
+            raise CheckpointExistsError(
+                f"{destination} is no checkpoint, and replacing it would remove it; move it, or "
+                "choose another destination"
+            )
+        return
+    # Knows every format, which takes a while to load; mostly nothing is replaced.
+    from shardkeep.converting.own_files import not_of_checkpoint
+
+    names = [entry.relative_to(destination).as_posix() for entry in files_below(destination)]
+    strange = not_of_checkpoint(destination, names)
     if strange:
         raise CheckpointExistsError(
             f"{destination} holds files that are of no checkpoint, or of more than one, which "
             "replacing it would remove: "
             f"{', '.join(strange[:8])}. Move them, or choose another destination."
         )
-
-
-def _strange(path: Path) -> list[str]:
-    """What is there and is no part of the one checkpoint there: that is not to be removed."""
-    if path.is_file():
-        return [] if path.name.endswith(_FILES) else [path.name]
-    names = [entry.relative_to(path).as_posix() for entry in files_below(path)]
-    if (path / RECORD).exists():
-        return [n for n in names if n != RECORD and not (save_id_of(n) or lease_save_id(n))]
-    files = _files_of(path)
-    if files is None:
-        return names
-    return [n for n in names if n not in files and ("/" in n or not n.endswith(_BESIDE))]
-
-
-def _files_of(path: Path) -> set[str] | None:
-    """The files that the tensors of another system's checkpoint are in; None if it has faults."""
-    known = detect(path)
-    if known is None:
-        return None
-    try:
-        found = known.find(path)
-        return {Path(found.root, name).name for name in tables_of(found).files}
-    except CheckpointError:
-        return None
 
 
 class Workplace:
@@ -157,9 +146,16 @@ class Workplace:
         # An interrupt, like a kill, may be followed by another attempt; so may what may pass.
         again = not isinstance(error, Exception) or getattr(error, "transient", False)
         if error is None or not (again or self._holds_replaced()):
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._clean()
         with contextlib.suppress(OSError):  # what is noted there is durable, or does not count
             os.close(self._journal)
+
+    def _clean(self) -> None:
+        """All of the folder. The journal goes last: it tells what became of the result."""
+        for path in (self.made, self.folder / _REPLACED):
+            with contextlib.suppress(OSError):
+                _remove(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     @property
     def is_resumed(self) -> bool:
@@ -218,10 +214,8 @@ class Workplace:
                 destination.rmdir()  # if it is empty, somebody made it where there was nothing
         if _identity(destination) is None:
             self._restore()
-        elif old.is_dir() and not old.is_symlink():  # something better is there, and lasts
-            shutil.rmtree(old)
-        else:
-            old.unlink()
+        else:  # something better is there, and lasts
+            _remove(old)
 
     def _restore(self) -> None:
         self._is_putting_back = True
@@ -231,23 +225,22 @@ class Workplace:
 
     def _go_on(self) -> bool:
         """Take the notes of an earlier attempt at the same."""
-        with os.fdopen(os.dup(self._journal), "rb") as file:
-            file.seek(0)
-            data = file.read()
-        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        data = _content(self._journal)
         try:
-            head, *entries = [json.loads(line) for line in lines]
-            if head["convert"] != self._identity or {type(entry) for entry in entries} - {dict}:
+            head, *entries = _entries(data)
+            if head["convert"] != self._identity:
                 return False
-            if _PUBLISHING in entries:
-                # Once it was on its way to its place, what is here may be what it has replaced.
-                return False
-            self.save_id = head["save_id"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            save_id = head["save_id"]
+        except (ValueError, KeyError):
             return False
-        if len(data) > sum(len(line) + 1 for line in lines):
-            os.ftruncate(self._journal, data.rfind(b"\n") + 1)  # a line that was cut short
-        self.entries = entries
+        moved = _last_moved(entries)
+        if moved is not None and moved[_PUBLISHING] != _mark(self.made):
+            # Once it was on its way to its place, what is here may be what it has replaced.
+            return False
+        whole = data.rfind(b"\n") + 1
+        if len(data) > whole:
+            os.ftruncate(self._journal, whole)  # a line that was cut short
+        self.save_id, self.entries = save_id, entries
         return True
 
     def _begin(self) -> None:
@@ -255,10 +248,7 @@ class Workplace:
         os.ftruncate(self._journal, 0)
         # Durable before anything is noted: old notes must not come back behind a new first line.
         sync_fd(self._journal)
-        if self.made.is_dir():
-            shutil.rmtree(self.made)
-        else:
-            self.made.unlink(missing_ok=True)
+        _remove(self.made)
         self.note({"convert": self._identity, "save_id": self.save_id})
         LocalStore(self.folder).sync_directory()
 
@@ -270,15 +260,18 @@ class Workplace:
                 line = line[os.write(self._journal, line) :]
             sync_fd(self._journal)
 
-    def publish(self) -> None:
-        """Move the result, which is whole, to its destination, in one step."""
+    def publish(self, told: Mapping[str, Any] | None = None) -> None:
+        """Move the result, which is whole, to its destination, in one step.
+
+        `told` is noted before: see `finished`.
+        """
         destination = self.destination
         with storage_errors(f"moving the result to {destination}"):
             sync_directories(self.made)
             check_free(destination, overwrite=self.overwrite)
             self._built = _identity(self.made)
+            self.note({_PUBLISHING: _mark(self.made), **(told or {})})
             if self.made.is_dir() or _is_filled(destination):
-                self.note(_PUBLISHING)
                 self._take_place()
             else:
                 self._move_file()
@@ -353,17 +346,79 @@ def put_back(destination: Path) -> None:
     with storage_errors(f"looking for {destination} in {place.folder}"):
         if _identity(destination) is not None or _identity(place.folder / _REPLACED) is None:
             return
-        try:
-            place._refuse_strange()
-            held = place._locked()
-        except FileNotFoundError:
-            return  # whoever took it away is done
+        held = _held(place)
+        if held is None:
+            return
         try:
             place.put_back()
             # It was on its way already, so that nothing here can be gone on with.
             shutil.rmtree(place.folder, ignore_errors=True)
         finally:
             os.close(held)
+
+
+def finished(destination: Path, request: str, kind: type[T]) -> T | None:
+    """What `publish` was told as the `result` of the same `request`, if that is in its place.
+
+    The attempt was killed before it had cleaned up, which is done now.
+    """
+    place = Workplace(destination, "", overwrite=True)
+    with storage_errors(f"looking for what is left in {place.folder}"):
+        if _identity(place.folder / _JOURNAL) is None:
+            return None
+        held = _held(place)
+        if held is None:
+            return None
+        try:
+            moved = _last_moved(_entries(_content(held))) or {}
+            if moved.get("request") != request or moved[_PUBLISHING] != _mark(destination):
+                return None
+            result = msgspec.convert(moved["result"], kind)
+            LocalStore(destination.parent).sync_directory()  # before what it replaced is gone
+            place._clean()
+            return result
+        except (ValueError, KeyError):
+            return None
+        finally:
+            os.close(held)
+
+
+def _held(place: Workplace) -> int | None:
+    """The journal, held by this process; None if whoever had it is done meanwhile."""
+    try:
+        place._refuse_strange()
+        return place._locked()
+    except FileNotFoundError:
+        return None
+
+
+def _content(fd: int) -> bytes:
+    with os.fdopen(os.dup(fd), "rb") as file:
+        file.seek(0)
+        return file.read()
+
+
+def _entries(data: bytes) -> list[dict[str, Any]]:
+    """Every whole line of a journal; a `ValueError` where it is none."""
+    try:
+        entries = [json.loads(line) for line in data[: data.rfind(b"\n") + 1].splitlines()]
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+    if {type(entry) for entry in entries} - {dict}:
+        raise ValueError("a line is no object")
+    return entries
+
+
+def _last_moved(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The last note that the result is on its way."""
+    return next((entry for entry in reversed(entries) if _PUBLISHING in entry), None)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _identity(path: Path) -> FileId | None:
@@ -423,8 +478,11 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def fingerprint(path: Path) -> list[tuple[str, int, int]]:
-    """What tells a source that was changed meanwhile: its files, their sizes and times."""
+def fingerprint(path: Path) -> list[tuple[str, int, int, int, int, int]]:
+    """What tells a source that was changed meanwhile: its files, their numbers, sizes and times.
+
+    The last time is that of any change: others can be set at will.
+    """
     found = []
     entries = [path] if path.is_file() else sorted(path.rglob("*"))
     for entry in entries:
@@ -432,5 +490,12 @@ def fingerprint(path: Path) -> list[tuple[str, int, int]]:
             stat = entry.stat()
             if entry.is_file():
                 name = entry.relative_to(path).as_posix()
-                found.append((name, stat.st_size, stat.st_mtime_ns))
+                times = stat.st_mtime_ns, stat.st_ctime_ns
+                found.append((name, stat.st_dev, stat.st_ino, stat.st_size, *times))
     return found
+
+
+def _mark(path: Path) -> str:
+    """What tells a result from all others, wherever it is moved: that is a change of a file."""
+    files = [entry[:-1] for entry in fingerprint(path)]
+    return hashlib.sha256(repr((_identity(path), files)).encode()).hexdigest()
