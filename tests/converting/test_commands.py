@@ -126,6 +126,39 @@ def test_a_file_of_names_that_is_none(source, tmp_path, text):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize(
+    ("ending", "text"), [("json", '{"a":' * 99_999), ("toml", "a = " + "[" * 99_999)]
+)
+def test_a_file_of_names_that_is_too_deep(source, tmp_path, ending, text):
+    file = tmp_path / f"names.{ending}"
+    file.write_text(text)
+    done = run(2, "convert", source, tmp_path / "b", "--mapping", file)
+    assert f"names.{ending} is too deeply nested" in done.stderr
+
+
+def test_options_that_are_too_deep(source, tmp_path):
+    args = ("--to", "hf", "--option", "values=" + "[" * 99_999)
+    assert (
+        "--option values is too deeply nested"
+        in run(2, "convert", source, tmp_path / "b", *args).stderr
+    )
+
+
+@pytest.mark.parametrize("option", ["--memory-budget", "--max-shard-size"])
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 307 + "TB", "8388608TiB"])
+def test_sizes_that_nothing_has(source, tmp_path, option, size):
+    done = run(2, "convert", source, tmp_path / "b", option, size)
+    assert "is more than any file can have" in done.stderr
+
+
+def test_names_that_are_no_text(source, tmp_path):
+    (tmp_path / "names.json").write_text('{"step": "\\ud800"}')
+    args = ("convert", source, tmp_path / "b", "--mapping", tmp_path / "names.json")
+    for to in TARGETS:
+        for more in ((), ("--dry-run",)):
+            assert "is not valid Unicode" in run(2, *args, "--to", to, *more).stderr
+
+
 def test_options_of_a_format(source, tmp_path):
     """JSON where that can be read, else text; what the format refuses is said in one line."""
     names = ("--exclude", "step", "--to", "mindspore")

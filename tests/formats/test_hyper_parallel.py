@@ -632,8 +632,9 @@ def test_lists_ints_and_ties(tmp_path):
 @pytest.mark.parametrize(
     "state",
     [{"odd": np.zeros(2, np.complex128)}, {"odd": Harm()}, {"odd": {(1, 2): 3}},
-     {"odd": {"x.y": 1, "x": {"y": 2}}}, {"odd": "\ud800"}],
-    ids=range(5),
+     {"odd": {"x.y": 1, "x": {"y": 2}}}, {"odd": "\ud800"}, {"odd": {1: 5, "1": {"c": 6}}},
+     {"odd": {1: {"x": 5}, "1": {"y": 6}}}],
+    ids=range(7),
 )  # fmt: skip
 def test_what_it_cannot_hold_is_refused_by_name(state):
     with pytest.raises(UnsupportedValueError, match="odd"):

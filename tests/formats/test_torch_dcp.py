@@ -367,6 +367,9 @@ def test_values_beyond_what_weights_only_allows(tmp_path):
     [
         ({"a": {"b": 1}, "a.b": 2}, r"a\.b"),
         ({1: 1, "1": 2}, "1"),
+        ({"b": {1: 5, "1": {"c": 6}}}, r"b\.1: two keys"),
+        ({"b": {1: {"x": 5}, "1": {"y": 6}}}, r"b\.1: two keys"),
+        ({"b": {True: {}, "True": [{"c": 6}]}}, r"b\.True: two keys"),
         ({"x": object()}, r"builtins\.object"),
         ([1, 2], "list"),
         ({"t": OutTensor("t", "int4", (2,))}, "int4"),

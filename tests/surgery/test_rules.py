@@ -1,5 +1,7 @@
 """Surgery against numpy on whole arrays; and everything that can be wrong with it."""
 
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,18 @@ def test_stack_and_unstack_are_what_numpy_does(shape, count, dim, negative):
         np.testing.assert_array_equal(materialised(apart.tensors[name], {"e.w": wanted}), array)
 
 
+def test_what_has_many_pieces_is_taken_apart_quickly():
+    """Each piece is looked at once, and not once for each index."""
+    count = 20_000
+    tensors = {f"e.{at}": Composed.stored(f"e.{at}", "int32", (2, 3)) for at in range(count)}
+    rules = ["stack e.# = e @ 1", "unstack e = f.# @ 1"]
+    begun = time.monotonic()
+    state = Surgery(rules=rules).operate(tensors, [])
+    assert time.monotonic() - begun < 20  # it was minutes
+    assert state.faults == []
+    assert state.tensors["f.7"] == tensors["e.7"]
+
+
 @given(st.data())
 def test_a_box_of_what_surgery_made_is_read_as_a_box(data):
     """Through `View`, with sinks of host memory and with others."""
@@ -179,6 +193,12 @@ X = np.zeros((4, 6), np.float32)
         ({"rules": ["split a = x:1, y:2 @ 0"]}, "a has 4 indices in dimension 0, not 1+2"),
         ({"rules": ["split c = x, y, z @ 0"]}, "not 3 equal parts"),
         ({"rules": ["stack e.# = x @ 0"]}, "e.1 is missing, and e.2 is there"),
+        ({"rules": ["stack far.# = x @ 0"]}, "far.1 is missing, and far.300000000 is there"),
+        ({"rules": ["unstack void = x.# @ 0"]}, "void has no indices in dimension 0"),
+        ({"rules": ["unstack many = x.# @ 0"]}, "in dimension 0; there can be up to 1,000,000"),
+        ({"mapping": {"a": "\ud800"}}, r"'\ud800', which is not valid Unicode"),
+        ({"rename": ["^step$=\ud800"]}, r"'\ud800', which is not valid Unicode"),
+        ({"rules": ["fuse a, b = \ud800 @ 0"]}, r"'\ud800', which is not valid Unicode"),
         ({"rules": ["unstack a = b.# @ 7"]}, "a has shape (4, 6), and no dimension 7"),
         ({"rules": ["split a = x, y @ 2"]}, "a has shape (4, 6), and no dimension 2"),
         ({"rules": ["stack s.# = x @ 3"]}, "s.0 has shape (4, 6); there is no such dimension"),
@@ -193,7 +213,8 @@ X = np.zeros((4, 6), np.float32)
 def test_what_is_wrong_is_said(asked, said):
     arrays = {"a": X, "b": X, "c": np.zeros((8, 6), np.float32), "half": X.astype(np.float16)}
     arrays |= {"e.0": X, "e.2": X, "s.0": X, "u.0": X, "u.1": np.zeros((8, 6), np.float32)}
-    arrays |= {"aa": X, "aaa": X}
+    arrays |= {"aa": X, "aaa": X, "far.0": X, "far.300000000": X}
+    arrays |= {"void": X[:0], "many": np.zeros((1000001, 0), np.float32)}
     state = Surgery(**asked).operate(stored(arrays), ["step"])
     assert any(said in fault for fault in state.faults), state.faults
     with pytest.raises(shardkeep.PlanError, match="cannot be done as asked"):
@@ -298,6 +319,11 @@ def test_a_pattern_fills_what_it_matches(parts, text):
     found = pattern.match(name)
     assert found is not None
     assert pattern.fill(found) == name
+
+
+def test_a_number_that_python_would_not_read_is_no_number():
+    assert Pattern("e.#.w").match(f"e.{'9' * 5000}.w") is None
+    assert Pattern("e.#.w").match("e.123456789012345678.w").number == 123456789012345678
 
 
 def nest(state):

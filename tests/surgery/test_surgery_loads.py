@@ -161,3 +161,16 @@ def test_surgery_that_is_none_is_named(tmp_path):
     shardkeep.save({"a": 1}, tmp_path / "a")
     with pytest.raises(TypeError, match="surgery is a dict; pass"):
         shardkeep.load({"a": 0}, tmp_path / "a", surgery={"rename": ["a=b"]})
+
+
+def test_a_load_casts_only_what_fits(tmp_path):
+    """Surgery does; the target's own type is a cast that the caller asked for."""
+    shardkeep.save({"a": {"w": np.array([1, 300])}}, tmp_path / "a", no_dist=True)
+    surgery = Surgery(rename=["^a=b"], cast=["i64=i8"])
+    target = {"b": {"w": np.zeros(2, np.int8)}}
+    with pytest.raises(shardkeep.UnsupportedValueError, match=r"b\.w holds 300"):
+        shardkeep.load(target, tmp_path / "a", no_dist=True, surgery=surgery)
+    shardkeep.load(
+        target, tmp_path / "a", no_dist=True, surgery=Surgery(rename=["^a=b"]), cast=True
+    )
+    assert target["b"]["w"].tolist() == [1, 44]

@@ -45,7 +45,11 @@ def parse_size(text: str) -> int:
     if found is None:
         raise ValueError(f"{text!r} is not a size; write 5GB, 512MiB or bytes")
     power = " KMGT".index(found[2].upper() or " ")
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    size = float(found[1]) * (1024 if found[3] else 1000) ** power
+    if size >= 1 << 63:
+        shown = text if len(text) <= 40 else f"{text[:40]}..."
+        raise ValueError(f"{shown} is more than any file can have")
+    return int(size)
 
 
 def _size(ctx: click.Context, param: click.Parameter, text: str | None) -> int | None:
@@ -64,6 +68,8 @@ def _mapping(ctx: click.Context, param: click.Parameter, path: str | None) -> di
         found: Any = tomllib.loads(text) if path.endswith(".toml") else json_text.loads(text)
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}", ctx, param) from error
+    except RecursionError as error:
+        raise click.BadParameter(f"{path} is too deeply nested", ctx, param) from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise click.BadParameter(f"{path} is not a table of old names to new ones", ctx, param)
     return found
@@ -80,12 +86,14 @@ def _options(ctx: click.Context, param: click.Parameter, given: tuple[str, ...])
     return out
 
 
-def _option(text: str, kind: type | None) -> Any:
+def _option(name: str, text: str, kind: type | None) -> Any:
     """JSON where that can be read, else text; text also where the format wants that."""
     try:
         value: Any = json_text.loads(text)
     except ValueError:
         return text
+    except RecursionError as error:
+        raise CommandError(f"--option {name} is too deeply nested") from error
     return text if kind is str and type(value) is not str else value
 
 
@@ -162,7 +170,7 @@ def convert(
             verify=not no_verify,
             dry_run=dry_run,
             progress=bar,
-            options={name: _option(text, kinds.get(name)) for name, text in options.items()},
+            options={name: _option(name, text, kinds.get(name)) for name, text in options.items()},
             **more,
         )
     except (CheckpointExistsError, UnsafeCheckpointError, UnsupportedValueError) as error:

@@ -102,7 +102,11 @@ class Surgery:
     rules: Sequence[Any] = ()
     """`"fuse A, B = C @ 0"` and the like, or `Fuse`, `Split`, `Stack`, `Unstack`."""
     cast: Any = ()
-    """`"f32=bf16"`, or `"GLOB:f32=bf16"` for some tensors; or a dict of old to new types."""
+    """`"f32=bf16"`, or `"GLOB:f32=bf16"` for some tensors; or a dict of old to new types.
+
+    Elements are rounded. One that the new type does not hold (an integer out of its range, a number
+    that would be infinite or NaN) is an `UnsupportedValueError` that names the tensor, when it is
+    read."""
 
     def __post_init__(self) -> None:
         """Read everything that is given as text; a `ValueError` names what cannot be read."""
@@ -138,8 +142,22 @@ class Surgery:
         )
         for rule in self.rules:
             _apply(rule, out)
+        faults += [
+            f"a name would be {name!r}, which is not valid Unicode"
+            for name in (*out.tensors, *out.values)
+            if name not in kinds and not _is_text(name)
+        ]
         _cast_all(self.cast, out)
         return out
+
+
+def _is_text(name: str) -> bool:
+    """Whether files can hold it: half of a surrogate pair has no bytes."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _chosen(surgery: Surgery, names: list[str], faults: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ class Pattern:
     @cached_property
     def _expression(self) -> re.Pattern[str]:
         # A star takes as little as it can, so that the first of two does not swallow the second's.
-        holes = {"*": "(.*?)", "#": "(0|[1-9][0-9]*)"}
+        holes = {"*": "(.*?)", "#": "(0|[1-9][0-9]{0,17})"}
         parts = re.split(r"([*#])", self.text)
         return re.compile("".join(holes.get(part, re.escape(part)) for part in parts), re.DOTALL)
 

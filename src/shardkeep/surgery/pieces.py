@@ -59,6 +59,10 @@ def _put(values: Ints, at: int, value: int) -> Ints:
     return (*values[:at], value, *values[at + 1 :])
 
 
+def _without(values: Ints, at: int) -> Ints:
+    return (*values[:at], *values[at + 1 :])
+
+
 @dataclass(frozen=True)
 class Composed:
     """A new tensor: what it is, and the pieces it is made of."""
@@ -116,19 +120,22 @@ class Composed:
         )
         return replace(self, shape=(*self.shape[:dim], 1, *self.shape[dim:]), pieces=pieces)
 
-    def removed(self, dim: int) -> Composed:
-        """Without a dimension that has one index."""
-        assert self.shape[dim] == 1
-        pieces = tuple(
-            replace(
-                piece,
-                dims=tuple(-1 if d == dim else d - 1 if d > dim else d for d in piece.dims),
-                offsets=(*piece.offsets[:dim], *piece.offsets[dim + 1 :]),
-                sizes=(*piece.sizes[:dim], *piece.sizes[dim + 1 :]),
-            )
-            for piece in self.pieces
-        )
-        return replace(self, shape=(*self.shape[:dim], *self.shape[dim + 1 :]), pieces=pieces)
+    def apart(self, dim: int) -> list[Composed]:
+        """Each index of a dimension, without it."""
+        found: list[list[Piece]] = [[] for _ in range(self.shape[dim])]
+        for piece in self.pieces:
+            dims = tuple(-1 if d == dim else d - 1 if d > dim else d for d in piece.dims)
+            offsets, sizes = _without(piece.offsets, dim), _without(piece.sizes, dim)
+            along = piece.dims.index(dim) if dim in piece.dims else None
+            begin = piece.begin
+            for at in range(piece.sizes[dim]):
+                if along is not None:
+                    begin = _put(piece.begin, along, piece.begin[along] + at)
+                found[piece.offsets[dim] + at].append(
+                    Piece(piece.source, begin, dims, offsets, sizes)
+                )
+        shape = _without(self.shape, dim)
+        return [Composed(self.dtype, shape, tuple(part), self.requires_grad) for part in found]
 
     @staticmethod
     def joined(parts: Sequence[Composed], dim: int) -> Composed:

@@ -24,6 +24,10 @@ __all__ = ["Change", "Fuse", "Rule", "Split", "Stack", "Unstack", "parse_rule"]
 
 Tensors: TypeAlias = Mapping[str, Composed]
 
+MOST = 1_000_000
+"""Tensors that one is taken apart into: each takes some hundred bytes of memory, also in a dry
+run, and a shape that is empty elsewhere may claim any number of them."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -179,9 +183,9 @@ class Stack:
         for found, name in _matches(Pattern(self.old), tensors):
             groups.setdefault(found.texts, {})[found.number] = name
         for texts, names in groups.items():
-            missing = sorted(set(range(max(names) + 1)) - set(names))
-            if missing:
-                gap = Pattern(self.old).fill(Found(texts, missing[0]))
+            if max(names) >= len(names):
+                missing = next(number for number in range(len(names)) if number not in names)
+                gap = Pattern(self.old).fill(Found(texts, missing))
                 yield f"{self}: {gap} is missing, and {names[max(names)]} is there"
                 continue
             ordered = [names[number] for number in range(len(names))]
@@ -226,9 +230,13 @@ class Unstack:
                 yield f"{self}: {name} has shape {tensor.shape}, and no dimension {self.dim}"
                 continue
             count = tensor.shape[dim]
-            parts = [tensor.narrow(dim, at, 1).removed(dim) for at in range(count)]
-            names = [Pattern(self.new).fill(Found(found.texts, at)) for at in range(count)]
-            yield _apart(self, name, names, parts)
+            if not 0 < count <= MOST:
+                wanted = f"there can be up to {MOST:,}" if count else "nothing would be left of it"
+                yield f"{self}: {name} has {count or 'no'} indices in dimension {dim}; {wanted}"
+                continue
+            new = Pattern(self.new)
+            names = [new.fill(Found(found.texts, at)) for at in range(count)]
+            yield _apart(self, name, names, tensor.apart(dim))
 
 
 def _apart(rule: object, name: str, names: list[str], parts: list[Composed]) -> Change | str:

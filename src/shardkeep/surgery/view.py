@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from shardkeep.arrays import HostSink, PartSink, Sink, region
 from shardkeep.columns import Boxes
-from shardkeep.dtypes import DType
+from shardkeep.dtypes import DType, lookup
 from shardkeep.metadata import ChunkStorageMetadata
 from shardkeep.planner import ReadItems
 from shardkeep.reads import plan_reads
+from shardkeep.surgery.fitting import Fitting, holds_all
 from shardkeep.surgery.pieces import Composed, Ints, Piece
 from shardkeep.tables import StateColumns
 
@@ -47,6 +48,7 @@ class View:
         """`read` brings what is stored."""
         self.tensors = tensors
         self._stored = stored
+        self._row_of = stored.tensors.row_of
         self._read = read
 
     def read(self, wanted: Sequence[Wanted]) -> None:
@@ -63,13 +65,19 @@ class View:
             self._read(plan_reads(self._stored, names, Boxes.of(boxes)), sinks.__getitem__)
 
     def _parts(self, want: Wanted) -> Iterator[tuple[str, ChunkStorageMetadata, Sink]]:
-        for piece in self.tensors[want.name].pieces:
+        tensor = self.tensors[want.name]
+        dtype = lookup(tensor.dtype)
+        for piece in tensor.pieces:
             found = piece.overlap(want.offsets, want.sizes)
             if found is not None:
                 low, sizes = found
                 box = ChunkStorageMetadata(*piece.stored_box(low, sizes))
                 at = tuple(a - b for a, b in zip(low, want.offsets, strict=True))
-                yield piece.source, box, _sink(want.sink, piece, at, sizes, sizes == want.sizes)
+                sink = _sink(want.sink, piece, at, sizes, sizes == want.sizes)
+                stored = self._stored.tensors.dtype(self._row_of[piece.source])
+                if stored is not dtype and not holds_all(dtype, stored):
+                    sink = Fitting(sink, want.name, dtype)
+                yield piece.source, box, sink
 
 
 def _sink(sink: Sink, piece: Piece, at: Ints, sizes: Ints, whole: bool) -> Sink:

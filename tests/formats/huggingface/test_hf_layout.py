@@ -89,6 +89,8 @@ def test_sizes():
     assert parse_size("1.5 kB") == 1500
     assert parse_size("2MiB") == 2 << 20
     assert parse_size("10") == 10
+    with pytest.raises(ValueError, match="max_shard_size"):
+        parse_size("9" * 400)
     for bad in ("", "five", "-1GB", 0, -3, True, "0GB"):
         with pytest.raises(ValueError, match="max_shard_size"):
             parse_size(bad)

@@ -51,7 +51,8 @@ def parse_size(size: int | str) -> int:
         found = _SIZE.match(size.strip())
         if found is not None:
             number, unit, binary = found.groups()
-            size = int(float(number) * (1024 if binary else 1000) ** _POWER[unit.lower()])
+            given = float(number) * (1024 if binary else 1000) ** _POWER[unit.lower()]
+            size = int(given) if given < 1 << 63 else size  # no file can have more
     try:
         nbytes = 0 if isinstance(size, bool) else index(size)  # type: ignore[arg-type]
     except TypeError:

@@ -112,13 +112,21 @@ def _flattened(state: Any) -> dict[str, _Leaf]:
 
 def _walk(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Any]]:
     if isinstance(value, Mapping) and (value or not path):
+        texts: set[str] = set()
         for key, inner in value.items():
             if type(key) not in (str, int):
                 raise UnsupportedValueError(
                     f"{'.'.join(map(str, path))} has the key {key!r}; HyperParallel keeps keys as "
                     "text"
                 )
-            yield from _walk(inner, (*path, str(key)))
+            text = str(key)
+            if text in texts:
+                raise UnsupportedValueError(
+                    f"two keys are both called {'.'.join(map(str, (*path, text)))} in "
+                    "HyperParallel's checkpoints, which keep keys as text; rename one"
+                )
+            texts.add(text)
+            yield from _walk(inner, (*path, text))
     elif type(value) in (list, tuple) and _splits(value):
         for row, inner in enumerate(value):
             yield from _walk(inner, (*path, row))

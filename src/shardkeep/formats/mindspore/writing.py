@@ -66,6 +66,11 @@ class _File:
 
 def lay_out_ckpt(outline: Outline, *, crc: bool, slice_nbytes: int) -> list[OutFile]:
     """One `.ckpt`: parameters, then numbers and texts as `append_dict` writes them."""
+    if not outline.tensors and not outline.values:
+        raise UnsupportedValueError(
+            "there is nothing to write, and a .ckpt of nothing is an empty file; use "
+            'format="safetensors"'
+        )
     file = _File()
     for name, tensor in outline.tensors.items():
         _check(name, tensor)

@@ -19,7 +19,7 @@ Path = tuple[str | int, ...]
 
 
 def flattened(state: Any) -> dict[str, tuple[Path, Any]]:
-    """Name to path and leaf; two leaves of one name are refused."""
+    """Name to path and leaf; two leaves of one name, or keys of one text, are refused."""
     if not isinstance(state, Mapping):
         raise UnsupportedValueError(
             f"torch.distributed.checkpoint stores a dict of names, not a {type(state).__name__}"
@@ -38,8 +38,16 @@ def flattened(state: Any) -> dict[str, tuple[Path, Any]]:
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and (value or not path):
+        texts: set[str] = set()
         for key, item in value.items():
-            yield from _leaves(item, (*path, key if type(key) is str else str(key)))
+            text = key if type(key) is str else str(key)
+            if text in texts:
+                raise UnsupportedValueError(
+                    f"{'.'.join(map(str, (*path, text)))}: two keys have this name in "
+                    "torch.distributed.checkpoint, which makes text of keys. Rename one."
+                )
+            texts.add(text)
+            yield from _leaves(item, (*path, text))
     elif type(value) is list and _splits(value):
         for at, item in enumerate(value):
             yield from _leaves(item, (*path, at))
