@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import shardkeep
-from shardkeep import CheckpointManager, CorruptionError, FastTier, ShardedArray, StorageError
+from shardkeep import (
+    CheckpointManager,
+    CorruptionError,
+    FastTier,
+    RankError,
+    ShardedArray,
+    StorageError,
+)
 from shardkeep.formats.native import claiming, copying
 from shardkeep.manager import copier
 
@@ -47,12 +56,12 @@ def train(rank, world, root, fast, steps):
         return [manager.wait_copied(step, timeout=60) for step in steps]
 
 
-def restored(rank, world, root, fast, folder=None):
+def restored(rank, world, root, fast, folder=None, drop_newer=False):
     if folder is not None:
         at_home(rank, folder)
     target = state(rank, world, 0)
     try:
-        found = CheckpointManager(root, fast=fast).restore(target)
+        found = CheckpointManager(root, fast=fast).restore(target, drop_newer=drop_newer)
     except shardkeep.CheckpointError as error:
         return type(error).__name__, str(error)
     assert is_state(target, rank, world, found.step)
@@ -87,6 +96,9 @@ def test_a_tier_of_another_host_is_not_mixed_with_this_ones(processes, tmp_path)
     outcomes = processes.outcomes(*ask)
     assert [each.value for each in outcomes] == [(1, f"{root}/step-1")] * WORLD
     assert "step 2 (/proc/self/cwd/fast/step-2) is not seen by all ranks" in outcomes[0].log
+    # Nobody went back from there on purpose: where its host is, a restart can resume from it.
+    assert processes.run(*ask, True) == [(1, f"{root}/step-1")] * WORLD
+    assert (home / "step-2/checkpoint.json").exists()
     # Another save of the step, as another host may have it, is not taken for this one.
     for rank in (1, 2):
         shutil.copytree(home, tmp_path / f"host-{rank}/fast")
@@ -154,9 +166,9 @@ def damaged(rank, root, fast):
 
     copier.copy_step = copy_step
     manager.save(1, state(rank, WORLD, 1))
+    with pytest.raises(CorruptionError):
+        manager.wait_copied(1)
     if rank == 0:
-        with pytest.raises(CorruptionError):
-            manager.wait_copied(1, timeout=60)
         manager._upkeep.copier._unseen = CorruptionError("as nobody has looked")
     try:
         manager.save(2, state(rank, WORLD, 2))
@@ -173,3 +185,40 @@ def test_what_goes_wrong_with_a_copy_reaches_all_ranks(processes, tmp_path):
     assert texts == [texts[0]] * WORLD
     assert "as nobody has looked" in texts[0]
     assert [name for name in os.listdir(tmp_path / "run") if "step" in name] == ["step-2"]
+
+
+def killed(rank, root, fast):
+    """Rank 0 goes while the others wait for what it copies."""
+    manager = CheckpointManager(root, fast=FastTier(fast, copy_rate=1e3), timeout_s=2.0)
+    manager.save(1, {"w": np.zeros(100_000)})
+    if rank == 0:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    began = time.monotonic()
+    try:
+        manager.wait_copied()
+    except RankError as error:
+        return str(error), time.monotonic() - began
+
+
+def test_nobody_waits_for_copies_of_a_rank_that_is_dead(processes, tmp_path):
+    outcomes = processes.outcomes(WORLD, killed, str(tmp_path / "run"), str(tmp_path / "fast"))
+    assert outcomes[0].died == signal.SIGKILL
+    for outcome in outcomes[1:]:
+        text, seconds = outcome.value
+        assert "rank 0" in text
+        assert seconds < 20
+
+
+def waits_longer(rank, root, fast):
+    """Longer than ranks wait for one that does nothing."""
+    tier = FastTier(fast, copy_rate=600e3)
+    manager = CheckpointManager(root, fast=tier, timeout_s=2.0)
+    manager.save(np.int64(1), {"w": np.arange(300_000, dtype=np.float64)})
+    found = [manager.wait_copied(1, timeout=0.1), manager.wait_copied(1)]
+    manager.close()
+    return found
+
+
+def test_all_ranks_wait_for_copies_that_go_on(processes, tmp_path):
+    ask = (WORLD, waits_longer, str(tmp_path / "run"), str(tmp_path / "fast"))
+    assert processes.run(*ask) == [[False, True]] * WORLD

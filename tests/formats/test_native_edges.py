@@ -97,6 +97,7 @@ class Text(str):
         ({"a": object}, "which JSON does not have"),
         ({"a": b"x"}, "which JSON does not have"),
         ({"a": "\ud800"}, "UTF-8 cannot carry"),
+        ({"a": {"\ud800": 1}}, "UTF-8 cannot carry"),
         (nested(MAX_DEPTH + 1), "nested more than 32 deep"),
         (nested_lists(MAX_DEPTH + 2), "nested more than 32 deep"),
         ({"a": "x" * (1 << 20)}, "user_metadata has 1048584 bytes, at most 1048576"),

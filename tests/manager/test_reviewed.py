@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 
+import numpy as np
 import pytest
 from runs import blank, described, fill, state
 
+import shardkeep
 from shardkeep import (
     AtSteps,
     CheckpointManager,
+    CorruptionError,
     EverySeconds,
     EverySteps,
     KeepBest,
@@ -104,7 +108,7 @@ def test_the_best_by_a_metric_follows_the_rule_for_it(tmp_path, first):
         assert manager.best("acc").step == 2
         assert manager.best("acc", highest=False).step == 1
         assert manager.best().step == {"loss": 3, "acc": 2}[first]
-        assert manager.best("other") is None
+        assert manager.best("other", highest=False) is None
 
 
 @pytest.mark.parametrize("given", [[1, 2], [], "v3", "", 0, ("a", 1)])
@@ -154,3 +158,78 @@ def test_a_pin_that_says_nothing_counts_as_a_readers(tmp_path):
     os.utime(name, (time.time() - TOUCHES * TOUCH_S - 5,) * 2)
     assert pins.held() == {}
     assert pins.remove_dead() == 1
+
+
+def train_on(manager, steps):
+    with manager:
+        manager.restore(blank())
+        for step in steps:
+            assert manager.should_save(step)
+            manager.save(step, state(step))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("fast", [None, "fast"])
+def test_a_manager_that_a_fork_inherits_copies_and_removes_there(tmp_path, fast):
+    there = None if fast is None else tmp_path / fast
+    manager = CheckpointManager(tmp_path / "run", save=1, keep=1, fast=there)
+    manager.restore(blank())
+    for lock in (manager._moving, manager._catalog._lock):
+        lock.acquire()  # as if one of the threads had it at that moment
+    child = multiprocessing.get_context("fork").Process(
+        target=train_on, args=(manager, range(1, 7))
+    )
+    child.start()
+    child.join(60)
+    ended = child.exitcode
+    child.kill()
+    for lock in (manager._moving, manager._catalog._lock):
+        lock.release()
+    assert ended == 0
+    assert [name for name in os.listdir(tmp_path / "run") if name[0] != "."] == ["step-6"]
+
+
+def test_what_does_not_fit_the_step_before_a_damaged_one_is_not_said_to_be_untouched(tmp_path):
+    large = {"a": np.full(1 << 20, 20.0), "b": np.full(1 << 20, 20.0)}
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(10, {"a": np.full(1 << 20, 10.0)})
+        manager.save(20, large)
+    (data,) = (tmp_path / "step-20/data").glob("*-r00000-0.safetensors")
+    found = bytearray(data.read_bytes())
+    found[12 << 20] ^= 1
+    data.write_bytes(found)
+    target = {"a": np.zeros(1 << 20), "b": np.zeros(1 << 20)}
+    with pytest.raises(CorruptionError, match=r"step 20 is damaged, and .* does not fit step 10"):
+        CheckpointManager(tmp_path).restore(target)
+    with pytest.raises(shardkeep.MismatchError):  # by its number, nothing else was begun
+        CheckpointManager(tmp_path).restore(target, 10)
+
+
+def test_a_run_that_never_looked_is_told_of_steps_beyond_its_own(tmp_path, caplog):
+    fill(tmp_path, [900, 1000])
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(10, state(10))
+        assert "steps 900 to 1000 of" in caplog.text
+        assert "lie beyond step 10, where this run stands" in caplog.text
+        caplog.clear()
+        manager.save(20, state(20))
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1001, state(1001))
+    assert caplog.text == ""
+
+
+def test_a_run_that_begins_anew_beside_other_checkpoints_says_so(tmp_path, caplog):
+    with CheckpointManager(tmp_path, step_name="ckpt_{step:08}") as other:
+        assert other.restore(blank()) is None
+        assert caplog.text == ""
+        other.save(3, state(3))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").touch()
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.restore(blank()) is None
+    (said,) = [record.message for record in caplog.records]
+    assert "begins anew, though checkpoints are there" in said
+    assert "ckpt_00000003" in said
+    assert "dcp (torch.distributed.checkpoint or HyperParallel)" in said
+    assert "logs" not in said

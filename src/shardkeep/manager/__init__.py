@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs and steps: when to save, what to keep, where to resume.
 
+checking    what a manager is given
 naming      what a step's directory is called
 steps       one step, and what a folder of them holds
 catalog     what is there, learnt from the directory and from nothing else

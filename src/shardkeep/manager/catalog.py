@@ -17,6 +17,7 @@ from typing import Any
 from shardkeep.errors import CheckpointError, CorruptionError, FormatError, StorageError
 from shardkeep.formats.native.names import RECORD
 from shardkeep.formats.native.record import MAX_RECORD, decode_head
+from shardkeep.manager.checking import checked_place
 from shardkeep.manager.naming import StepNames
 from shardkeep.manager.steps import DamagedStep, Listing, Step, metrics_of
 from shardkeep.storage import CheckpointId
@@ -74,7 +75,7 @@ class Catalog:
         open_store: Callable[[CheckpointId], LocalStore] = LocalStore,
     ) -> None:
         """Nothing is touched; the folder need not exist."""
-        self.store = open_store(root)
+        self.store = open_store(checked_place(root, "the folder of a run"))
         self.names = names
         self.open_store = open_store
         self._known: dict[str, tuple[Stat, Step | DamagedStep]] = {}

@@ -14,6 +14,7 @@ import msgspec
 
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.errors import PlanError
+from shardkeep.manager.checking import checked_step
 from shardkeep.manager.timing import Moment, SavePolicy
 from shardkeep.preemption import is_preempted
 
@@ -54,6 +55,8 @@ class Decider:
         self._missed: list[Moment] = []
         """Since all ranks were last asked, or a save was wanted."""
         self._stopping = False
+        self._told = False
+        """Whether `should_save` has answered for `should_stop`, since that was asked last."""
         self._calls = 0
 
     @property
@@ -76,12 +79,14 @@ class Decider:
 
     def should_save(self, step: int) -> bool:
         """The same on all ranks."""
+        step = checked_step(step)
         if step != self._asked:
             self._previous, self._asked = self._asked, step
         if self._policy is None or step == self._saved:
             return False
         moment = Moment(step, self._previous)
         self._calls += 1
+        self._told = self.asks_all
         if not self.asks_all or self._calls % self._ask_every:
             # Without a word from the others nothing is known but the step.
             wants = self._policy.wants(moment)
@@ -98,8 +103,12 @@ class Decider:
         return bool(answer & _SAVE)
 
     def should_stop(self) -> bool:
-        """Whether any rank was told to stop; the same on all ranks."""
-        if not self._stopping and not self.asks_all:
+        """Whether any rank was told to stop; the same on all ranks.
+
+        Asks them itself, unless `should_save` has: which follows from the order of the calls.
+        """
+        told, self._told = self._told, False
+        if not self._stopping and not told:
             self._stopping = self._keeper.should_stop()
         return self._stopping
 

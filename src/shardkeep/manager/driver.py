@@ -19,6 +19,7 @@ from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.handles import SaveHandle
+from shardkeep.manager.checking import checked_step, is_number
 from shardkeep.manager.deciding import Decider
 from shardkeep.manager.folder import RunFolder
 from shardkeep.manager.keeping import KeepWhat, keep_policy
@@ -54,10 +55,10 @@ class CheckpointManager(RunFolder, Closing):
     """The steps of one run in one folder: saved when it is time, kept as long as asked for, found
     again after a crash. Closable, and a context manager.
 
-    `save`, `async_save`, `should_save`, `should_stop`, `restore`, `delete`, `wait_for` and `watch`
-    are collective over the process group. `steps`, `latest` and `best` look at the directory, on
-    any rank. One job at a time saves into a folder; any number read it. With a fast tier, steps are
-    saved there and copied to the folder behind the program.
+    `save`, `async_save`, `should_save`, `should_stop`, `restore`, `delete`, `wait_copied`,
+    `wait_for` and `watch` are collective over the process group. `steps`, `latest` and `best` look
+    at the directory, on any rank. One job at a time saves into a folder; any number read it. With a
+    fast tier, steps are saved there and copied to the folder behind the program.
     """
 
     def __init__(
@@ -92,13 +93,14 @@ class CheckpointManager(RunFolder, Closing):
         dead, and its leftovers removed; `pin_stale_s` the same for a reader and its pin. A
         `checkpointer` that is given is not closed.
         """
-        if not stale_s >= 0 or not pin_stale_s > 0:
+        are_numbers = is_number(stale_s) and is_number(pin_stale_s)
+        if not are_numbers or not stale_s >= 0 or not pin_stale_s > 0:
             raise ValueError(f"stale_s is {stale_s!r}, pin_stale_s is {pin_stale_s!r}; use seconds")
         if full_every is not None and (type(full_every) is not int or full_every < 1):
             raise ValueError(f"full_every is {full_every!r}; use a number of saves, or None")
         when = save_policy(save)
         first = FastTier(fast) if isinstance(fast, (str, os.PathLike)) else fast
-        tiers = Tiers(root, first, StepNames(step_name), pin_stale_s)
+        names = StepNames(step_name)
         self._owned = checkpointer is None
         keeper = checkpointer or Checkpointer(
             process_group=process_group,
@@ -107,36 +109,54 @@ class CheckpointManager(RunFolder, Closing):
             memory_budget=memory_budget,
             timeout_s=timeout_s,
         )
-        super().__init__(tiers, keeper, keep_policy(keep), stale_s)
+        keeps = keep_policy(keep)
+
+        def begin() -> Upkeep:
+            tiers = Tiers(root, first, names, pin_stale_s)
+            super(CheckpointManager, self).__init__(tiers, keeper, keeps, stale_s)
+            return Upkeep(
+                tiers,
+                keeps,
+                first,
+                stale_s=stale_s,
+                leads=keeper.coordinator.rank == 0,
+                spared=self._spared,
+                busy=self._busy.copy,
+                moving=self._moving,
+            )
+
+        self._begin = begin
+        self._begin_here()
         self._fall_back = fall_back
         self._full_every = full_every
-        self._bases: list[int] = []
-        """Steps that were saved one on the other, of which the first is whole."""
         self._is_leader = keeper.coordinator.rank == 0
         self._decider = Decider(keeper, when, self._is_busy, ask_every)
-        self._upkeep = Upkeep(
-            tiers,
-            self._keep_policy,
-            first,
-            stale_s=stale_s,
-            leads=self._is_leader,
-            spared=self._spared,
-            busy=self._busy.copy,
-            moving=self._moving,
-        )
-        self._retention = self._upkeep.retention
-        self._deleted = self._upkeep.deleted
         self._reached: int | None = None
         """The step this run stands at, once it was restored or has saved."""
-        self._handle: SaveHandle | None = None
         self._kept: int | None = None
         """The step that this run would go on from: saved, or restored."""
+        self._restored = False
+        self._may_hide = True
+        """Whether steps that this run did not restore may be newer than all that it saves."""
+        self._closed = False
+
+    def _begin_here(self) -> None:
+        """What threads and locks belong to, for this process."""
+        self._process = os.getpid()
+        self._upkeep = self._begin()
+        self._retention = self._upkeep.retention
+        self._deleted = self._upkeep.deleted
+        self._bases: list[int] = []
+        """Steps that were saved one on the other, of which the first is whole."""
+        self._handle: SaveHandle | None = None
         self._begun: tuple[SaveHandle, int | None] | None = None
         """A save in the background, and what the run stood at before."""
-        self._restored = False
-        self._rewound = False
-        """Whether a step was restored by its number, and newer ones may be there."""
-        self._closed = False
+
+    def _follow_fork(self) -> None:
+        """A fork has none of the threads that copy and remove, and may have a lock that one of them
+        held; it begins with its own."""
+        if self._process != os.getpid():
+            self._begin_here()
 
     # --- saving
 
@@ -145,6 +165,7 @@ class CheckpointManager(RunFolder, Closing):
 
         Never twice for one step: once it was saved, the answer is no.
         """
+        self._follow_fork()
         self._upkeep.begin()
         return self._decider.should_save(step)
 
@@ -174,8 +195,9 @@ class CheckpointManager(RunFolder, Closing):
         `restore`, what lies beyond the step that was restored, or saved last, is replaced.
         `durable` leaves the fast tier out: it is saved where it would be copied to.
         """
+        self._follow_fork()
         durable = durable and self._tiers.fast is not None
-        path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
+        step, path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
         if self._add_base(options, durable) and self._handle is not None:
             self._handle.wait_ended()  # what it saves is the base, once it is committed
         self._hold(step)
@@ -206,8 +228,9 @@ class CheckpointManager(RunFolder, Closing):
         **options: Unpack[SaveOptions],
     ) -> SaveHandle:
         """Save a step in the background; see `save` and `shardkeep.async_save`."""
+        self._follow_fork()
         durable = durable and self._tiers.fast is not None
-        path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
+        step, path, replace, user = self._prepare(step, metrics, metadata, overwrite, durable)
         self._add_base(options, durable)
         self._hold(step)
         try:
@@ -242,28 +265,30 @@ class CheckpointManager(RunFolder, Closing):
         metadata: Mapping[str, Any] | None,
         overwrite: bool | None,
         durable: bool,
-    ) -> tuple[str, bool, dict[str, Any]]:
-        """Where it goes, whether it replaces what is there, what is told beside it; or one error
-        for all ranks, before any of them begins."""
-        made: list[tuple[str, bool, dict[str, Any]]] = []
+    ) -> tuple[int, str, bool, dict[str, Any]]:
+        """Its number, where it goes, whether it replaces what is there, what is told beside it; or
+        one error for all ranks, before any of them begins."""
+        made: list[tuple[int, str, bool, dict[str, Any]]] = []
 
         def look() -> None:
             if self._closed:
                 raise ValueError(f"the manager of {self.root} was closed")
-            path = (self._tiers.durable if durable else self._tiers.first).catalog.path(step)
-            self._look_back(step)
+            number = checked_step(step)
+            path = (self._tiers.durable if durable else self._tiers.first).catalog.path(number)
+            self._look_back(number)
             saved_at = time.time()
             if self._is_leader:
-                saved_at = self._tiers.later_than(step, saved_at)
-            user = user_metadata_of(step, saved_at, metrics, metadata)
+                saved_at = self._tiers.later_than(number, saved_at)
+            user = user_metadata_of(number, saved_at, metrics, metadata)
             replace = overwrite
             if replace is None:
                 # Who has not looked what is there does not know whose it is.
-                replace = self._restored and self._reached is not None and step > self._reached
+                replace = self._restored and self._reached is not None and number > self._reached
             if self._is_leader:
-                self._upkeep.before_save(step, replace, durable, group.advance)
-                self._warn_of_newer()
-            made.append((path, replace, checked_user_metadata(user)))
+                self._upkeep.before_save(number, replace, durable, group.advance)
+                self._warn_of_newer(number)
+                self._warn_unranked(number, metrics)
+            made.append((number, path, replace, checked_user_metadata(user)))
 
         group = self._keeper.coordinator
         try:
@@ -345,10 +370,12 @@ class CheckpointManager(RunFolder, Closing):
         result, and passed over, unless `fall_back` is false or the step was asked for by number. If
         steps are there and none is whole, that is a `CorruptionError`. `drop_newer` removes the
         steps beyond the one restored, so that a restart does not return to them; pinned ones, and
-        those that were passed over as damaged, stay. A save in the background is waited for.
+        those that were passed over, stay. A save in the background is waited for.
         """
+        self._follow_fork()
         if self._handle is not None:
             self._handle.wait_ended()  # it reads what would be loaded into, may become the newest
+        step = None if step is None else checked_step(step)
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
         self._agree_on("restores", step, fall_back=falls, drop_newer=drop_newer)
         bases, self._bases = self._bases, []  # until it is known that none is damaged
@@ -371,20 +398,21 @@ class CheckpointManager(RunFolder, Closing):
             self._reached = self._kept = found.step
         self._decider.restored(found.step)
         self._upkeep.restored(found.step, found.save_id, found.path, found.damaged)
-        self._rewound = step is not None
+        self._may_hide = step is not None
         if drop_newer:
-            passed = {bad.step for bad in found.damaged}
+            passed = {bad.step for bad in found.damaged} | set(found.hidden)
             self._keeper.coordinator.lead(
                 "drop newer steps", lambda: self._drop_newer(found.step, passed)
             )
         return found
 
-    def _warn_of_newer(self) -> None:
-        """Once, when a run that went back saves for the first time."""
-        rewound, self._rewound = self._rewound, False
+    def _warn_of_newer(self, step: int) -> None:
+        """Once, when a run that went back, or never looked what was there, saves for the first
+        time."""
+        may_hide, self._may_hide = self._may_hide, False
         with contextlib.suppress(StorageError):  # the save meets it too, if it lasts
-            if rewound:
-                self._tell_of_newer(self._reached or 0)
+            if may_hide:
+                self._tell_of_newer(step if self._reached is None else self._reached)
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""
@@ -394,10 +422,17 @@ class CheckpointManager(RunFolder, Closing):
         """Until a step is at the durable root, or all that its policy wants there; whether it is.
 
         False at once for a step that is not to be copied, as newer ones have taken its place. What
-        went wrong with a copy is raised, on the rank that copies: the coordinator. Local. Copies
-        are made by a program that saves, from its first `should_save` or `save` on.
+        went wrong with a copy is raised, on all ranks. Copies are made by a program that saves,
+        from its first `should_save` or `save` on. The `timeout` of rank 0 counts.
         """
-        return self._upkeep.wait_copied(step, timeout)
+        step = None if step is None else checked_step(step)
+        self._agree_on("copies", step)
+        group = self._keeper.coordinator
+
+        def lead() -> bytes:
+            return bytes([self._upkeep.wait_copied(step, timeout, group.advance)])
+
+        return group.lead("wait for copies", lead) == b"\1"
 
     # --- the end
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from shardkeep.checkpointer import Checkpointer
 from shardkeep.coordination import check_same, encode_asked
 from shardkeep.errors import CheckpointNotFoundError, StorageError
+from shardkeep.manager.checking import checked_step
 from shardkeep.manager.cleaning import Cleaned, clean, joined_cleaned
-from shardkeep.manager.keeping import KeepPolicy, best_step, find_best
+from shardkeep.manager.keeping import KeepPolicy, best_rules, best_step, find_best
 from shardkeep.manager.removal import Removal, make_lasting, remove_steps
 from shardkeep.manager.steps import Step
 from shardkeep.manager.tiers import Tier, Tiers
 from shardkeep.manager.waiting import PinnedStep, next_step
 from shardkeep.manager.wholeness import any_whole
+from shardkeep.wording import names_text
 
 __all__ = ["RunFolder"]
 
@@ -49,6 +51,7 @@ class RunFolder:
         """Held while a step begins to be saved, and while one is moved away or into its place."""
         self._deleted: Callable[[int], None] = lambda step: None
         """Told of a step that was removed because somebody wanted it to be."""
+        self._told_unranked = False
 
     @property
     def root(self) -> str:
@@ -75,21 +78,44 @@ class RunFolder:
         return steps[-1] if steps else None
 
     def best(self, metric: str | None = None, *, highest: bool | None = None) -> Step | None:
-        """The best step by a metric: the one named, or that of the `KeepBest` in `keep`."""
+        """The best step by a metric: the one named, or that of the `KeepBest` in `keep`.
+
+        `highest` says whether more is better; without it that rule does.
+        """
         rule = find_best(self._keep_policy, metric)
         if metric is None:
             if rule is None:
                 raise ValueError("pass the name of a metric, or keep=KeepBest(...)")
             metric = rule.metric
         if highest is None:
-            highest = rule is not None and rule.highest
+            if rule is None:
+                raise ValueError(
+                    f"no KeepBest in keep= says which {metric!r} is better; pass highest=True, or "
+                    "highest=False for a loss"
+                )
+            highest = rule.highest
         return best_step(self._tiers.look().steps, metric, highest)
+
+    def _warn_unranked(self, step: int, metrics: Mapping[str, object] | None) -> None:
+        """Once, when a save lacks what `keep` ranks by: of a name that is misspelt none is best."""
+        lacks = {rule.metric for rule in best_rules(self._keep_policy)} - set(metrics or ())
+        if lacks and not self._told_unranked:
+            self._told_unranked = True
+            log.warning(
+                "step %d of %s has no metric %s, which keep=KeepBest(...) ranks by: it is never "
+                "the best. It has %s",
+                step,
+                self.root,
+                names_text(sorted(lacks)),
+                names_text(sorted(map(str, metrics))) if metrics else "none",
+            )
 
     # --- removing
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Remove a step, all copies of it. One that is pinned, or the only one there is, only with
         `force`."""
+        step = checked_step(step)
 
         def lead() -> bytes:
             listing = self._tiers.look()
@@ -176,7 +202,7 @@ class RunFolder:
         newer = self._newer(than)
         if newer:
             log.warning(
-                "steps %d to %d of %s are newer than step %d, which was restored: a restart would "
+                "steps %d to %d of %s lie beyond step %d, where this run stands: a restart would "
                 "resume from them. Remove them with restore(..., drop_newer=True), or delete(step)",
                 newer[0],
                 newer[-1],
@@ -212,7 +238,8 @@ class RunFolder:
         """Wait for a step, or for the first newer one there is; without a number, for any: the
         newest. It is pinned until it is released, or `with` is left. `TimeoutError` if none comes.
         """
-        found = self._next(0 if step is None else step, step is None, timeout, poll_s)
+        least = 0 if step is None else checked_step(step)
+        found = self._next(least, step is None, timeout, poll_s)
         if found is None:
             what = "a step" if step is None else f"step {step} or a newer one"
             raise TimeoutError(f"{what} did not appear in {self.root} within {timeout} s")

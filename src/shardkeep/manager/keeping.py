@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from typing import TypeAlias
 
+from shardkeep.manager.checking import is_number
 from shardkeep.manager.steps import Step
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "KeepNewer",
     "KeepPolicy",
     "KeepWhat",
+    "best_rules",
     "best_step",
     "keep_policy",
 ]
@@ -81,8 +83,8 @@ class KeepEvery(KeepPolicy):
             raise ValueError("KeepEvery needs a number of steps, or seconds=...")
         if self.n is not None:
             _check_count(self, self.n)
-        if self.seconds is not None and not self.seconds > 0:
-            raise ValueError(f"KeepEvery(seconds={self.seconds!r}): it must be positive")
+        if self.seconds is not None and (not is_number(self.seconds) or not self.seconds > 0):
+            raise ValueError(f"KeepEvery(seconds={self.seconds!r}): it must be a positive number")
 
     def holds(self, steps: Sequence[Step], now: float) -> set[int]:
         """Multiples; or from the first one on, whatever comes long enough after the one before.
@@ -113,8 +115,10 @@ class KeepBest(KeepPolicy):
     """Whether more is better; a loss is better when it is lower."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no count."""
+        """Refuse what is no count, and what names no metric."""
         _check_count(self, self.n)
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ValueError(f"KeepBest({self.n}, {self.metric!r}): use the name of a metric")
 
     def holds(self, steps: Sequence[Step], now: float) -> set[int]:
         """Those."""
@@ -136,8 +140,8 @@ class KeepNewer(KeepPolicy):
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
-        if not self.seconds > 0:
-            raise ValueError(f"KeepNewer({self.seconds!r}): it must be positive")
+        if not is_number(self.seconds) or not self.seconds > 0:
+            raise ValueError(f"KeepNewer({self.seconds!r}): it must be a positive number")
 
     def holds(self, steps: Sequence[Step], now: float) -> set[int]:
         """Those that are young."""
@@ -149,12 +153,17 @@ def best_step(steps: Sequence[Step], metric: str, highest: bool) -> Step | None:
     return next(iter(KeepBest(1, metric, highest).ranked(steps)), None)
 
 
+def best_rules(policy: KeepPolicy | None) -> list[KeepBest]:
+    """The rules for the best within a policy."""
+    if isinstance(policy, KeepBest):
+        return [policy]
+    parts = policy.parts if isinstance(policy, _Any) else ()
+    return [rule for part in parts for rule in best_rules(part)]
+
+
 def find_best(policy: KeepPolicy | None, metric: str | None = None) -> KeepBest | None:
     """The first rule for the best within a policy, by a metric if one is named."""
-    if isinstance(policy, KeepBest):
-        return policy if metric in (None, policy.metric) else None
-    parts = policy.parts if isinstance(policy, _Any) else ()
-    return next((found for part in parts if (found := find_best(part, metric)) is not None), None)
+    return next((rule for rule in best_rules(policy) if metric in (None, rule.metric)), None)
 
 
 def _check_count(policy: KeepPolicy, n: object) -> None:

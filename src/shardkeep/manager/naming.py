@@ -6,13 +6,13 @@ from __future__ import annotations
 import re
 import string
 
+from shardkeep.manager.checking import MOST, checked_step
+
 __all__ = ["DEFAULT_NAME", "StepNames"]
 
 DEFAULT_NAME = "step-{step}"
 MAX_NAME = 200
 """Bytes; what is being removed gets a longer name."""
-MOST = 10**18 - 1
-"""The largest number of a step."""
 
 
 class StepNames:
@@ -25,10 +25,16 @@ class StepNames:
 
     def __init__(self, template: str = DEFAULT_NAME) -> None:
         """The template has the field `{step}` once, and makes one name of a directory."""
-        parts = list(string.Formatter().parse(template))
-        fields = [name for _, name, _, _ in parts if name is not None]
-        if fields != ["step"]:
-            raise ValueError(f"step_name is {template!r}; it needs the field {{step}} once")
+        if not isinstance(template, str):
+            raise TypeError(f"step_name is {template!r}; use text, such as {DEFAULT_NAME!r}")
+        try:
+            parts = list(string.Formatter().parse(template))
+            fields = [name for _, name, _, _ in parts if name is not None]
+            if fields != ["step"] or any("{" in (spec or "") for _, _, spec, _ in parts):
+                raise ValueError("it needs the field {step} once")
+            template.format(step=MOST)
+        except ValueError as error:
+            raise ValueError(f"step_name is {template!r}: {error}") from None
         self.template = template
         digits = "0*([0-9]{1,18})"
         texts = [re.escape(text) + (digits if name == "step" else "") for text, name, _, _ in parts]
@@ -44,9 +50,7 @@ class StepNames:
 
     def of(self, step: int) -> str:
         """The name of a step's directory."""
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST:
-            raise ValueError(f"step is {step!r}; use an integer from 0 to {MOST}")
-        name = self.template.format(step=step)
+        name = self.template.format(step=checked_step(step))
         if len(name.encode()) > MAX_NAME:
             raise ValueError(f"the name of step {step} is longer than {MAX_NAME} bytes")
         return name

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypedDict
 
 import msgspec
@@ -23,7 +25,10 @@ from shardkeep.errors import (
     RankError,
     StorageError,
 )
+from shardkeep.formats.native.foreign import foreign_format
+from shardkeep.formats.native.names import RECORD
 from shardkeep.loading import LoadResult
+from shardkeep.manager.catalog import Catalog
 from shardkeep.manager.steps import DamagedStep, Step
 from shardkeep.manager.tiers import Tiers, release_all
 from shardkeep.progress import Progress
@@ -37,6 +42,10 @@ log = logging.getLogger("shardkeep")
 TRIES = 20
 """Steps that may vanish under a restore before it says so."""
 PAUSE_S = 0.002
+OTHERS = 3
+"""Checkpoints that are no steps, named where there is no step."""
+LOOKED = 100
+"""Entries among which they are sought."""
 
 
 class LoadOptions(TypedDict, total=False):
@@ -72,6 +81,8 @@ class Restored:
     """The user's own."""
     damaged: tuple[DamagedStep, ...]
     """Newer steps, and other copies of this one, that could not be used; the newest first."""
+    hidden: tuple[int, ...]
+    """Newer steps that lie where not all ranks see them, and were passed over."""
     result: LoadResult
     """Of the load."""
 
@@ -122,6 +133,8 @@ def restore(
                 raise CorruptionError(_text(older[-1]))
             if chosen is None:
                 _explain_none(step, damaged, hidden, tiers)
+                if keeper.coordinator.rank == 0:
+                    _tell_of_others(tiers)
                 return None
             seen = tiers.seen_by_all(chosen, keeper.coordinator)
             if seen is None:
@@ -150,6 +163,14 @@ def restore(
                 damaged.append(found)
                 begun = seen
                 continue
+            except CheckpointError as error:
+                if begun is None or begun.save_id == seen.save_id:
+                    raise
+                raise CorruptionError(
+                    f"step {begun.step} is damaged, and what was to be loaded does not fit step "
+                    f"{seen.step} ({seen.path}): {error}. It may hold parts of step {begun.step} "
+                    "now. Restore an older step by its number into a new state"
+                ) from error
         if begun is not None and begun.save_id != seen.save_id and result.missing:
             raise CorruptionError(
                 f"step {begun.step} is damaged, and {seen.path} does not have all that was being "
@@ -163,6 +184,7 @@ def restore(
             seen.metrics,
             seen.metadata,
             tuple(damaged),
+            tuple(found.step for found in hidden),
             result,
         )
 
@@ -232,6 +254,32 @@ def _explain_none(
         raise CorruptionError(f"no step in {tiers.text} is whole:\n  {texts}")
     if step is not None:
         raise CheckpointNotFoundError(f"no step {step} in {tiers.text}")
+
+
+def _tell_of_others(tiers: Tiers) -> None:
+    """A run that begins anew beside checkpoints that are no steps of it: by another `step_name`,
+    or another system's. Nobody else would say so."""
+    for tier in tiers.all:
+        found = list(islice(_others(tier.catalog), OTHERS))
+        if found:
+            log.warning(
+                "no step is in %s, and the run begins anew, though checkpoints are there: %s. If "
+                "they are of this run, pass the step_name that they have, or convert them",
+                tier.catalog.root,
+                ", ".join(found),
+            )
+
+
+def _others(catalog: Catalog) -> Iterator[str]:
+    with contextlib.suppress(CheckpointError):
+        for name in catalog.store.list()[:LOOKED]:
+            path = os.path.join(catalog.root, name)
+            if name.startswith(".") or not os.path.isdir(path):
+                continue
+            store = catalog.open_store(path)
+            system = "" if RECORD in store.list() else foreign_format(store)
+            if system is not None:
+                yield f"{name} ({system})" if system else name
 
 
 def _say_hidden(found: Step, keeper: Checkpointer) -> None:

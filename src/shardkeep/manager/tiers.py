@@ -11,6 +11,7 @@ from shardkeep.coordination import Coordinator
 from shardkeep.errors import StorageError
 from shardkeep.manager.belonging import bind, refuse_foreign, say_whose
 from shardkeep.manager.catalog import Catalog
+from shardkeep.manager.checking import checked_place, is_number
 from shardkeep.manager.keeping import KeepPolicy, KeepWhat, keep_policy
 from shardkeep.manager.naming import StepNames
 from shardkeep.manager.pins import Pin, Pins
@@ -50,13 +51,12 @@ class FastTier:
     def __post_init__(self) -> None:
         """Refuse what makes no sense, when it is written and not when it is needed."""
         keep_policy(self.keep)
-        if not isinstance(os.fspath(self.path), str):
-            raise TypeError(f"the path of a fast tier is {self.path!r}; pass text or a Path")
-        if self.copy_rate is not None and not self.copy_rate > 0:
+        checked_place(self.path, "the path of a fast tier")
+        if self.copy_rate is not None and (not is_number(self.copy_rate) or not self.copy_rate > 0):
             raise ValueError(f"copy_rate is {self.copy_rate!r}; use bytes a second, or None")
         if type(self.most_waiting) is not int or self.most_waiting < 0:
             raise ValueError(f"most_waiting is {self.most_waiting!r}; use a number of steps")
-        if not self.close_s >= 0:
+        if not is_number(self.close_s) or not self.close_s >= 0:
             raise ValueError(f"close_s is {self.close_s!r}; use seconds")
 
     @property
@@ -87,6 +87,8 @@ class Tiers:
         self, root: CheckpointId, fast: FastTier | None, names: StepNames, pin_stale_s: float
     ) -> None:
         """Nothing is touched."""
+        checked_place(root, "the root of a run")
+        _check_fast(fast)
         places = [root] if fast is None else [fast.path, root]
         catalogs = [Catalog(place, names) for place in places]
         if len({os.path.realpath(catalog.root) for catalog in catalogs}) < len(catalogs):
@@ -201,6 +203,11 @@ class Tiers:
         seen = coordinator.gather_scatter("look for the copies", look, decide)
         there = tuple(path for path, by_all in zip(step.copies, seen, strict=True) if by_all)
         return replace(step, path=there[0], copies=there) if there else None
+
+
+def _check_fast(given: object) -> None:
+    if given is not None and not isinstance(given, FastTier):
+        raise TypeError(f"fast is {given!r}; use text, a pathlib.Path or a FastTier")
 
 
 def release_all(pins: Iterable[Pin]) -> None:

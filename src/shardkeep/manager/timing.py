@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from shardkeep.manager.checking import checked_step, is_number
+
 __all__ = [
     "AtSteps",
     "EverySeconds",
@@ -120,7 +122,9 @@ class AtSteps(SavePolicy):
 
     def __init__(self, steps: Iterable[int]) -> None:
         """Any collection of numbers."""
-        object.__setattr__(self, "steps", frozenset(steps))
+        if isinstance(steps, (str, bytes)) or not isinstance(steps, Iterable):
+            raise TypeError(f"AtSteps({steps!r}): use a collection of steps, such as [1, 10]")
+        object.__setattr__(self, "steps", frozenset(map(checked_step, steps)))
 
     def wants(self, moment: Moment) -> bool:
         """Whether it is one of them."""
@@ -136,8 +140,8 @@ class EverySeconds(SavePolicy):
 
     def __post_init__(self) -> None:
         """Refuse what is no time."""
-        if not self.seconds > 0:
-            raise ValueError(f"EverySeconds({self.seconds!r}): it must be positive")
+        if not is_number(self.seconds) or not self.seconds > 0:
+            raise ValueError(f"EverySeconds({self.seconds!r}): it must be a positive number")
 
     def wants(self, moment: Moment) -> bool:
         """Whether it has."""

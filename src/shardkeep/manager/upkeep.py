@@ -266,8 +266,17 @@ class Upkeep:
         most = self._fast.most_waiting
         return len(self._tiers.first.catalog.look().steps) > most and len(self.waiting()) > most
 
-    def wait_copied(self, step: int | None, timeout: float | None) -> bool:
-        """Until a step, or all that are to be, are at the durable root; whether that is so."""
+    def wait_copied(
+        self,
+        step: int | None,
+        timeout: float | None,
+        advance: Callable[[int], None] = lambda nbytes: None,
+    ) -> bool:
+        """Until a step, or all that are to be, are at the durable root; whether that is so.
+
+        On the coordinator: only there is it known what went wrong, and that nothing copies any
+        more. `advance` tells those who wait for its word that it goes on.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         pause = FIRST_LOOK_S
         while True:
@@ -288,6 +297,7 @@ class Upkeep:
             if left <= 0:
                 return False
             time.sleep(min(pause, left))
+            advance(1)
             pause = min(2 * pause, LAST_LOOK_S)
 
     def _is_durable(self, step: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardkeep.errors import CheckpointError
-from shardkeep.formats.native.commit import read_record
+from shardkeep.formats.native.commit import read_record, refuse_linked_data
 from shardkeep.manager.steps import Step
 from shardkeep.stores.local import LocalStore
 
@@ -20,6 +20,7 @@ def look_at_files(step: Step) -> tuple[str, int]:
     problem, shared = "", 0
     try:
         record = read_record(store)
+        refuse_linked_data(store)  # no reader would go on either
     except CheckpointError as error:
         return str(error), 0
     for row in (record.index, *record.files):

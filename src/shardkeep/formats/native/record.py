@@ -270,6 +270,7 @@ def _json_value(value: object, path: str, depth: int) -> Any:
         for key in value:
             if not isinstance(key, str):
                 raise UnsupportedValueError(f"{path} has the key {key!r}; JSON has texts as keys")
+            _check_text(key, f"{path} has the key {key!r}, which")
         return {
             key: _json_value(item, f"{path}[{key!r}]", depth + 1) for key, item in value.items()
         }
@@ -278,10 +279,7 @@ def _json_value(value: object, path: str, depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise UnsupportedValueError(f"{path} is text that UTF-8 cannot carry") from error
+        _check_text(value, path)
         return str(value)
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return int(value)
@@ -291,6 +289,13 @@ def _json_value(value: object, path: str, depth: int) -> Any:
         f"{path} is {reprlib.repr(value)}, which JSON does not have; use texts, finite numbers of "
         "at most 64 bits, booleans, None, lists and dicts"
     )
+
+
+def _check_text(text: str, what: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UnsupportedValueError(f"{what} is text that UTF-8 cannot carry") from error
 
 
 def _parse_row(row: Mapping[str, Any], block: int, digest_size: int, where: str) -> FileRow:
