@@ -20,6 +20,7 @@ from shardkeep import (
     KeepBest,
     KeepEvery,
     KeepLast,
+    OnPreemption,
     UnsupportedValueError,
     WhenIdle,
 )
@@ -187,6 +188,80 @@ def test_a_manager_that_a_fork_inherits_copies_and_removes_there(tmp_path, fast)
         lock.release()
     assert ended == 0
     assert [name for name in os.listdir(tmp_path / "run") if name[0] != "."] == ["step-6"]
+
+
+def save_elsewhere(manager, folder):
+    os.chdir(folder)
+    manager.save(2, state(2))
+    assert manager.root == str(folder.parent / "run")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_that_goes_elsewhere_saves_to_the_same_folder(tmp_path, monkeypatch):
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with CheckpointManager("run", fast="fast") as manager:
+        manager.save(1, state(1))
+        assert manager.wait_copied()
+        child = multiprocessing.get_context("fork").Process(
+            target=save_elsewhere, args=(manager, tmp_path / "other")
+        )
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert [one.step for one in manager.steps()] == [1, 2]
+    assert os.listdir(tmp_path / "other") == []
+
+
+def ask_in_fork(manager, what):
+    {
+        "delete": lambda: manager.delete(1, force=True),
+        "clean": manager.clean,
+        "wait_copied": manager.wait_copied,
+        "wait_retention": manager.wait_retention,
+        "close": manager.close,
+    }[what]()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("what", ["delete", "clean", "wait_copied", "wait_retention", "close"])
+def test_no_lock_of_its_parent_holds_up_a_fork(tmp_path, what):
+    with CheckpointManager(tmp_path / "run", fast=tmp_path / "fast") as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+        assert manager.wait_copied()
+        locks = (manager._moving, manager._upkeep._noting, manager._catalog._lock)
+        for lock in locks:
+            lock.acquire()
+        child = multiprocessing.get_context("fork").Process(
+            target=ask_in_fork, args=(manager, what)
+        )
+        child.start()
+        child.join(60)
+        ended = child.exitcode
+        child.kill()
+        for lock in locks:
+            lock.release()
+        assert ended == 0
+
+
+def test_who_looks_twice_whether_to_stop_asks_once(tmp_path):
+    with CheckpointManager(tmp_path, save=OnPreemption()) as manager:
+        asked = []
+        manager._keeper.should_stop = lambda: bool(asked.append(1))
+        for step in (1, 2):
+            assert not manager.should_save(step)
+            assert not manager.should_stop()
+            assert not manager.should_stop()
+        assert asked == []
+        manager.save(3, state(3))
+        assert not manager.should_save(3)
+        assert [manager.should_stop() for _ in range(3)] == [False] * 3
+        assert asked == [1]
+    with CheckpointManager(tmp_path, save=OnPreemption()) as manager:
+        manager._keeper.should_stop = lambda: bool(asked.append(1))
+        assert [manager.should_stop() for _ in range(3)] == [False] * 3
+        assert asked == [1] * 4  # where it is all that is asked, it is asked each time
 
 
 def test_what_does_not_fit_the_step_before_a_damaged_one_is_not_said_to_be_untouched(tmp_path):

@@ -7,6 +7,7 @@ import contextlib
 import numbers
 import operator
 import os
+import re
 from typing import Any
 
 from shardkeep.errors import StorageError
@@ -16,6 +17,9 @@ __all__ = ["MOST", "checked_place", "checked_step", "is_number"]
 
 MOST = 10**18 - 1
 """The largest number of a step."""
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""What is left of a URL that was made a `pathlib.Path`; the names of drives have one letter."""
 
 
 def checked_step(step: Any) -> int:
@@ -44,7 +48,7 @@ def checked_place(place: CheckpointId, what: str) -> str:
         raise TypeError(f"{what} is {place!r}; pass text or a pathlib.Path")
     if not path:
         raise ValueError(f"{what} is empty; pass the path of a folder, or '.'")
-    if "://" in path:
+    if "://" in path or _URL.match(path):
         raise StorageError(
             f"no storage knows the checkpoint id {path!r}, which is {what}: a manager keeps its "
             "steps in folders; pass a path, such as that of a mount"

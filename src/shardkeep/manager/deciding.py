@@ -55,8 +55,9 @@ class Decider:
         self._missed: list[Moment] = []
         """Since all ranks were last asked, or a save was wanted."""
         self._stopping = False
-        self._told = False
-        """Whether `should_save` has answered for `should_stop`, since that was asked last."""
+        self._told: bool | None = None
+        """Whether all ranks know who is to stop, since `should_save` was called last; None if it
+        never was."""
         self._calls = 0
 
     @property
@@ -82,6 +83,7 @@ class Decider:
         step = checked_step(step)
         if step != self._asked:
             self._previous, self._asked = self._asked, step
+        self._told = False
         if self._policy is None or step == self._saved:
             return False
         moment = Moment(step, self._previous)
@@ -105,11 +107,12 @@ class Decider:
     def should_stop(self) -> bool:
         """Whether any rank was told to stop; the same on all ranks.
 
-        Asks them itself, unless `should_save` has: which follows from the order of the calls.
+        Asks them itself, once, unless `should_save` has: which follows from the order of the calls.
         """
-        told, self._told = self._told, False
-        if not self._stopping and not told:
+        if not self._stopping and not self._told:
             self._stopping = self._keeper.should_stop()
+            if self.asks_all and self._told is False:
+                self._told = True  # who looks once more, perhaps on one rank only, asks nobody
         return self._stopping
 
     def _tell(self, step: int) -> bytes:

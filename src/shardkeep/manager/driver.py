@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
 from shardkeep.background import OnOverlap, SnapshotKind, WriterKind
@@ -19,7 +20,7 @@ from shardkeep.errors import CheckpointError, StorageError
 from shardkeep.formats.native.commit import STALE_S
 from shardkeep.formats.native.record import checked_user_metadata
 from shardkeep.handles import SaveHandle
-from shardkeep.manager.checking import checked_step, is_number
+from shardkeep.manager.checking import checked_place, checked_step, is_number
 from shardkeep.manager.deciding import Decider
 from shardkeep.manager.folder import RunFolder
 from shardkeep.manager.keeping import KeepWhat, keep_policy
@@ -100,6 +101,10 @@ class CheckpointManager(RunFolder, Closing):
             raise ValueError(f"full_every is {full_every!r}; use a number of saves, or None")
         when = save_policy(save)
         first = FastTier(fast) if isinstance(fast, (str, os.PathLike)) else fast
+        # Where they are now: a fork begins anew with them, and may be in another directory.
+        root = os.path.abspath(checked_place(root, "the root of a run"))
+        if isinstance(first, FastTier):
+            first = replace(first, path=os.path.abspath(first.path))
         names = StepNames(step_name)
         self._owned = checkpointer is None
         keeper = checkpointer or Checkpointer(
@@ -173,7 +178,7 @@ class CheckpointManager(RunFolder, Closing):
         """Whether any rank was told to stop (`shardkeep.catch_preemption`); the same on all ranks.
 
         To be asked after `should_save`. Where that has asked all ranks anyway, as with
-        `OnPreemption`, this asks nobody.
+        `OnPreemption`, this asks nobody; else it does, and is to be called by all.
         """
         return self._decider.should_stop()
 
@@ -375,9 +380,9 @@ class CheckpointManager(RunFolder, Closing):
         self._follow_fork()
         if self._handle is not None:
             self._handle.wait_ended()  # it reads what would be loaded into, may become the newest
-        step = None if step is None else checked_step(step)
         falls = (self._fall_back if fall_back is None else fall_back) and step is None
         self._agree_on("restores", step, fall_back=falls, drop_newer=drop_newer)
+        step = None if step is None else checked_step(step)
         bases, self._bases = self._bases, []  # until it is known that none is damaged
         found = restore(
             state,
@@ -416,6 +421,7 @@ class CheckpointManager(RunFolder, Closing):
 
     def wait_retention(self, timeout: float | None = None) -> bool:
         """Until the passes over old steps that were asked for are done; whether that is so."""
+        self._follow_fork()
         return self._upkeep.wait_retention(timeout)
 
     def wait_copied(self, step: int | None = None, timeout: float | None = None) -> bool:
@@ -425,8 +431,9 @@ class CheckpointManager(RunFolder, Closing):
         went wrong with a copy is raised, on all ranks. Copies are made by a program that saves,
         from its first `should_save` or `save` on. The `timeout` of rank 0 counts.
         """
-        step = None if step is None else checked_step(step)
+        self._follow_fork()
         self._agree_on("copies", step)
+        step = None if step is None else checked_step(step)
         group = self._keeper.coordinator
 
         def lead() -> bytes:
@@ -444,6 +451,8 @@ class CheckpointManager(RunFolder, Closing):
         if self._closed:
             return
         self._closed = True
+        if self._process != os.getpid():
+            return  # nothing was saved in this fork, and what its parent has begun is its parent's
         with contextlib.ExitStack() as last:
             last.callback(self._upkeep.close)
             if self._handle is not None and not self._owned:

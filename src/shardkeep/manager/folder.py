@@ -110,11 +110,16 @@ class RunFolder:
                 names_text(sorted(map(str, metrics))) if metrics else "none",
             )
 
+    def _follow_fork(self) -> None:
+        """Begin with locks and threads of one's own, where a fork may have inherited others'."""
+
     # --- removing
 
     def delete(self, step: int, *, force: bool = False) -> None:
         """Remove a step, all copies of it. One that is pinned, or the only one there is, only with
         `force`."""
+        self._follow_fork()
+        self._agree_on("deletions", step, force=force)
         step = checked_step(step)
 
         def lead() -> bytes:
@@ -139,14 +144,14 @@ class RunFolder:
             self._deleted(step)
             return b""
 
-        self._agree_on("deletions", step, force=force)
         self._keeper.coordinator.lead("delete", lead)
 
     def _agree_on(self, what: str, step: int | None, **asked: object) -> None:
-        """Ranks must have been asked for the same thing: one of them decides for all."""
+        """Ranks must have been asked for the same thing: one of them decides for all. What is no
+        step on one of them is an error of all."""
 
         def tell() -> bytes:
-            return encode_asked({"step": None if step is None else str(step), **asked})
+            return encode_asked({"step": None if step is None else checked_step(step), **asked})
 
         def join(told: list[bytes]) -> list[bytes]:
             check_same(told, what)
@@ -215,6 +220,7 @@ class RunFolder:
 
         Of several tiers, names in the fast one are told with its path.
         """
+        self._follow_fork()
         busy = {self._tiers.names.of(step) for step in self._busy.copy()}
         found = []
         for tier in reversed(self._tiers.all):
@@ -258,7 +264,7 @@ class RunFolder:
         Begins beyond `after`; with `newest`, leaves out what is not the newest when it is asked
         for. Ends when none comes for `timeout` seconds.
         """
-        least = 0 if after is None else after + 1
+        least = 0 if after is None or after == -1 else checked_step(after) + 1
         while True:
             found = self._next(least, newest, timeout, poll_s)
             if found is None:

@@ -32,7 +32,7 @@ class StepNames:
             fields = [name for _, name, _, _ in parts if name is not None]
             if fields != ["step"] or any("{" in (spec or "") for _, _, spec, _ in parts):
                 raise ValueError("it needs the field {step} once")
-            template.format(step=MOST)
+            template.format(step=MOST).encode()
         except ValueError as error:
             raise ValueError(f"step_name is {template!r}: {error}") from None
         self.template = template

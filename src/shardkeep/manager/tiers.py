@@ -58,6 +58,8 @@ class FastTier:
             raise ValueError(f"most_waiting is {self.most_waiting!r}; use a number of steps")
         if not is_number(self.close_s) or not self.close_s >= 0:
             raise ValueError(f"close_s is {self.close_s!r}; use seconds")
+        if self.copy_rate is not None:  # it may be another library's number
+            object.__setattr__(self, "copy_rate", float(self.copy_rate))
 
     @property
     def policy(self) -> KeepPolicy | None:
