@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,9 +170,26 @@ def test_a_file_that_is_no_checkpoint_is_not_replaced(source, tmp_path, name, to
 def test_where_the_record_is_not_ours_nothing_is_removed(source, tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there/checkpoint.json").write_text('{"mine": 1}')
-    with pytest.raises(shardkeep.CheckpointExistsError, match=r"not known.*would remove"):
+    with pytest.raises(shardkeep.CheckpointExistsError, match=r"would remove: checkpoint.json\."):
         shardkeep.convert(source, tmp_path / "there", overwrite=True)
     assert left_in(tmp_path / "there") == ["checkpoint.json"]
+
+
+@pytest.mark.parametrize("left", [0, 9, 100])
+def test_one_of_ours_with_a_damaged_record_is_replaced(source, tmp_path, left):
+    there = tmp_path / "there"
+    native(there)
+    record = there / "checkpoint.json"
+    data = record.read_bytes()[:left]
+    record.unlink()
+    record.write_bytes(data)
+    (there / "mine").write_text("mine")
+    with pytest.raises(shardkeep.CheckpointExistsError, match=r"would remove: mine\."):
+        shardkeep.convert(source, there, overwrite=True)
+    (there / "mine").unlink()
+    shardkeep.convert(source, there, overwrite=True)
+    with shardkeep.open(there) as checkpoint:
+        assert (checkpoint["w"][:] == 2).all()
 
 
 @pytest.mark.parametrize("kind", ["hf with an index", "torch dcp", "hyper-parallel"])
@@ -371,28 +389,148 @@ def test_what_was_not_done_yet_is_done(swapped, tmp_path):
 
 
 @pytest.mark.parametrize("swapped", ["native", "torch-save"], indirect=True)
-@pytest.mark.parametrize("what", ["other options", "another source", "changed since"])
-def test_another_call_takes_what_is_there(swapped, tmp_path, what):
+def test_another_source_is_taken(swapped, tmp_path):
     path, to = swapped.path, swapped.to
     killed(path, to, "replace" if to == "torch-save" else "exchange")
-    if what == "other options":
-        result = shardkeep.convert(path, path, to=to, rename=["^a$=c"], overwrite=True)
-        assert sorted(shardkeep.open(path)) == ["b", "c"]
-    elif what == "another source":
-        result = shardkeep.convert(
-            tmp_path / "first", path, to=to, mapping=SWAP, overwrite=True, exclude=()
-        )
-        assert found_at(path) == {"a": 2, "b": 1}
-    else:
-        more = {"a": torch.full((9,), 5), "b": torch.full((9,), 6)}
-        if to == "native":
-            shardkeep.save(more, path, no_dist=True, overwrite=True)
-        else:
-            torch.save(more, path)
-        result = onto_itself(path, to)
-        assert found_at(path) == {"a": 6, "b": 5}
+    result = shardkeep.convert(tmp_path / "first", path, to=to, rename=["^a$=c"], overwrite=True)
+    assert sorted(shardkeep.open(path)) == ["b", "c"]
     assert not result.resumed
     assert left_in(tmp_path) == ["first", "here"]
+
+
+def refused(path, to, **options):
+    """That call changes nothing, and does what it says once the folder is gone."""
+    before = content(path.parent)
+    for _ in range(2):
+        with pytest.raises(shardkeep.CheckpointExistsError, match="onto itself was finished"):
+            shardkeep.convert(path, path, to=to, overwrite=True, **options)
+        assert content(path.parent) == before
+    dry = shardkeep.convert(path, path, to=to, overwrite=True, dry_run=True, **options)
+    assert dry.dry_run
+    assert content(path.parent) == before
+    shutil.rmtree(path.with_name("here.converting"))
+    assert not shardkeep.convert(path, path, to=to, overwrite=True, **options).resumed
+    assert left_in(path.parent) == ["first", "here"]
+
+
+OTHERWISE = {
+    "not verified": {"mapping": SWAP, "verify": False},
+    "shards": {"mapping": SWAP, "shards": 2},
+    "sizes of files": {"mapping": SWAP, "max_shard_size": "1MB"},
+    "pickles": {"mapping": SWAP, "allow_pickle": True},
+    "one more option": {"mapping": SWAP, "cast": ["i64=i32"]},
+    "something else": {"rename": ["^a$=c"]},
+}
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+@pytest.mark.parametrize(
+    ("swapped", "when"),
+    [("native", "exchange"), ("native", "two steps"), ("hf", "cleaning")],
+    indirect=["swapped"],
+)
+def test_what_is_done_is_not_done_again_otherwise(swapped, when, otherwise):
+    killed(swapped.path, swapped.to, when)
+    refused(swapped.path, swapped.to, **OTHERWISE[otherwise])
+
+
+@pytest.mark.parametrize("otherwise", ["not verified", "something else", "pickles"])
+@pytest.mark.parametrize("swapped", ["torch-save"], indirect=True)
+def test_nor_is_a_file(swapped, otherwise):
+    killed(swapped.path, swapped.to, "replace")
+    refused(swapped.path, swapped.to, **OTHERWISE[otherwise])
+
+
+@pytest.mark.parametrize("otherwise", OTHERWISE)
+@pytest.mark.parametrize("swapped", ["native"], indirect=True)
+def test_what_was_not_done_yet_may_be_done_otherwise(swapped, tmp_path, otherwise):
+    killed(swapped.path, swapped.to, "before")
+    options = OTHERWISE[otherwise]
+    assert not shardkeep.convert(swapped.path, swapped.path, overwrite=True, **options).resumed
+    assert left_in(tmp_path) == ["first", "here"]
+    with shardkeep.open(swapped.path) as checkpoint:
+        found = {name: int(checkpoint[name][0]) for name in checkpoint}
+    assert found == ({"c": 1, "b": 2} if otherwise == "something else" else {"a": 2, "b": 1})
+
+
+@pytest.mark.parametrize("swapped", ["native", "torch-save"], indirect=True)
+def test_what_was_changed_since_is_looked_at_first(swapped):
+    path, to = swapped.path, swapped.to
+    killed(path, to, "replace" if to == "torch-save" else "exchange")
+    more = {"a": torch.full((9,), 5), "b": torch.full((9,), 6)}
+    if to == "native":
+        shardkeep.save(more, path, no_dist=True, overwrite=True)
+    else:
+        torch.save(more, path)
+    refused(path, to, mapping=SWAP)
+    assert found_at(path) == {"a": 6, "b": 5}
+
+
+@pytest.mark.parametrize("damage", ["a field less", "no result", "no object", "another mark"])
+@pytest.mark.parametrize("swapped", ["native"], indirect=True)
+def test_a_note_of_another_version_is_no_reason_to_do_it_again(swapped, tmp_path, damage):
+    killed(swapped.path, swapped.to, "exchange")
+    journal = tmp_path / "here.converting/journal"
+    *lines, last = journal.read_bytes().splitlines(keepends=True)
+    note = json.loads(last)
+    if damage == "a field less":
+        del note["result"]["rows"]
+    elif damage == "no result":
+        del note["result"]
+    else:
+        note["result" if damage == "no object" else "publishing"] = 7
+    journal.write_bytes(b"".join(lines) + json.dumps(note).encode() + b"\n")
+    refused(swapped.path, swapped.to, mapping=SWAP)
+
+
+@pytest.mark.parametrize("swapped", ["native"], indirect=True)
+def test_the_order_of_a_mapping_means_nothing(swapped, tmp_path):
+    killed(swapped.path, swapped.to, "exchange")
+    mapping = dict(reversed(SWAP.items()))
+    assert shardkeep.convert(swapped.path, swapped.path, mapping=mapping, overwrite=True).resumed
+    assert found_at(swapped.path) == {"a": 2, "b": 1}
+    assert left_in(tmp_path) == ["first", "here"]
+
+
+@pytest.mark.parametrize(("to", "when"), [("native", "exchange"), ("torch-save", "replace")])
+def test_the_same_call_after_the_parent_was_renamed(tmp_path, to, when):
+    here, there = tmp_path / "one", tmp_path / "other"
+    shardkeep.save({"a": np.full(9, 1), "b": np.full(9, 2)}, tmp_path / "first", no_dist=True)
+    here.mkdir()
+    shardkeep.convert(tmp_path / "first", here / "here", to=to)
+    killed(here / "here", to, when)
+    here.rename(there)
+    result = onto_itself(there / "here", to)
+    assert result.resumed
+    assert result.path == str(there / "here")
+    assert found_at(there / "here") == {"a": 2, "b": 1}
+    assert left_in(there) == ["here"]
+
+
+def test_what_tells_files_lasts_when_they_are_mounted_again(source, monkeypatch):
+    """Their device has another number then."""
+
+    class Mounted:
+        def __init__(self, stat):
+            self.stat = stat
+
+        def __getattr__(self, name):
+            return getattr(self.stat, name) + (name == "st_dev")
+
+    def looks():
+        return workplace.fingerprint(source), workplace._mark(source)
+
+    before = looks()
+    with monkeypatch.context() as later:
+        for call in ("stat", "lstat"):
+            real = getattr(type(source), call)
+            again = lambda path, real=real, **more: Mounted(real(path, **more))  # noqa: E731
+            later.setattr(type(source), call, again)
+        assert source.stat().st_dev != os.stat(source).st_dev
+        assert looks() == before
+    (source / "checkpoint.json").rename(source / "other")
+    assert looks()[0] != before[0]
+    assert looks()[1] != before[1]
 
 
 @pytest.mark.parametrize("swapped", ["native"], indirect=True)

@@ -34,7 +34,8 @@ def test_every_value_of_small_types(source, target):
         else:
             wide = every.view(source.to_numpy()).astype(np.float64)
             made = wide.astype(target.to_numpy()).astype(np.float64)
-            kept = np.isfinite(made) == np.isfinite(wide)
+            kept = (np.isfinite(made) == np.isfinite(wide)) & (np.isnan(made) == np.isnan(wide))
+            kept &= np.isnan(wide) | (np.signbit(made) == np.signbit(wide)) | (abs(made) < np.inf)
             if not np.isnan(np.float64(NAN).astype(target.to_numpy()).astype(np.float64)):
                 kept &= abs(wide) <= float(ml_dtypes.finfo(target.to_numpy()).max)
     step = 1 if source.itemsize == 1 else 97
@@ -65,6 +66,20 @@ def test_every_value_of_small_types(source, target):
         ("bfloat16", "float16", [1e5], "99840"),
         ("float32", "float8_e4m3fn", [448, 464, NAN], ""),
         ("float32", "float8_e4m3fn", [-500], "-500"),
+        ("float32", "float8_e4m3fn", [1, -INF], "-inf"),
+        ("float32", "float8_e4m3fn", [NAN, INF, 1], "inf"),
+        ("float32", "float8_e4m3fn", [NAN, NAN, -500, INF], "inf"),
+        ("float64", "float8_e5m2fnuz", [NAN, 1, -INF], "-inf"),
+        ("bfloat16", "float8_e8m0fnu", [1, INF], "inf"),
+        ("float8_e5m2", "float8_e8m0fnu", [1, -INF], "-inf"),
+        ("float8_e4m3", "float8_e4m3fn", [240, NAN], ""),
+        ("float8_e4m3", "float8_e4m3fn", [240, INF], "inf"),
+        ("float32", "float4_e2m1fn", [1, -INF], "-inf"),
+        ("float32", "bfloat16", [NAN, INF, -INF], ""),
+        ("float32", "float8_e5m2", [NAN, INF, -INF], ""),
+        ("bfloat16", "float16", [NAN, INF, -INF, 1], ""),
+        ("bfloat16", "float16", [NAN, INF, -INF, 1e5], "99840"),
+        ("complex128", "complex64", [complex(NAN, -INF), complex(INF, 1)], ""),
         ("float32", "float8_e5m2", [60000], ""),
         ("float32", "float8_e5m2", [62000], "62000"),
         ("float32", "float8_e8m0fnu", [1, 3, 1e38], ""),
@@ -120,3 +135,16 @@ def test_a_convert_that_would_lose_elements_leaves_nothing(tmp_path, to, array, 
     with shardkeep.open(tmp_path / "b") as made:
         np.testing.assert_array_equal(made["m.w"].numpy(), array)
         assert (made["m.rest"].numpy() == 1).all()
+
+
+@pytest.mark.parametrize("to", ["native", "hf", "torch-dcp", "torch-save"])
+def test_a_mask_of_infinities_does_not_become_nan(tmp_path, to):
+    mask = torch.full((300, 300), -INF).triu(1)
+    shardkeep.save({"mask": mask, "w": torch.ones(3)}, tmp_path / "a", no_dist=True)
+    with pytest.raises(shardkeep.UnsupportedValueError, match=r"mask holds -inf, .* float8_e4m3fn"):
+        shardkeep.convert(tmp_path / "a", tmp_path / "b", to=to, cast=["f32=float8_e4m3fn"])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    for target in ("f16", "bf16", "float8_e5m2"):
+        shardkeep.convert(tmp_path / "a", tmp_path / target, to=to, cast=[f"f32={target}"])
+        with shardkeep.open(tmp_path / target) as made:
+            np.testing.assert_array_equal(made["mask"].numpy().astype("f4"), mask.numpy())

@@ -105,13 +105,16 @@ def convert(
     target, options = checked_target(to, options or {}, not shards is max_shard_size is None)
     budget = _checked_budget(memory_budget)
     source, destination = _paths(src, dst)
-    asked = [to, repr(surgery), options, verify, allow_pickle]
+    # However it is written: the order of a dict means nothing.
+    wishes = {**vars(surgery), "mapping": sorted(surgery.mapping.items(), key=repr)}
+    asked = [to, wishes, sorted(options.items()), verify, allow_pickle]
     request = ""
     if not dry_run:
         put_back(destination)
         if overwrite and os.path.realpath(source) == os.path.realpath(destination):
             # Its source is gone: done once more, names that changed places would change back.
-            request = _digest(os.path.realpath(source), shards, max_shard_size, *asked)
+            # Where that is does not matter: what was left lies beside it, and moves with it.
+            request = _digest(shards, max_shard_size, *asked)
             done = finished(destination, request, ConvertResult)
             if done is not None:
                 return replace(done, path=str(destination), seconds=_since(begun), resumed=True)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which files of a directory are those of the checkpoint in it: no other goes when it is replaced.
 
-By what the checkpoint says of itself, and not by how files are called.
+By what the checkpoint says of itself, and not by how files are called; but for ours, whose names
+hold the number of a save. So one that is damaged can be replaced, as by `save`.
 """
 
 from __future__ import annotations
@@ -21,26 +22,24 @@ from shardkeep.formats import huggingface, hyper_parallel, megatron, mindspore, 
 from shardkeep.formats.huggingface.places import Home, choose_weights
 from shardkeep.formats.hyper_parallel.metadata_files import metadata_files, read_metadata
 from shardkeep.formats.mindspore.tensor_files import MAP
-from shardkeep.formats.native.commit import read_record
 from shardkeep.formats.native.names import RECORD, lease_save_id, save_id_of
-from shardkeep.stores.local import LocalStore
 
 __all__ = ["not_of_checkpoint"]
 
 
 def not_of_checkpoint(path: Path, names: list[str]) -> list[str]:
     """Which of a directory's files are no part of the one checkpoint there."""
-    system = "ours"
+    if (path / RECORD).exists():
+        own = {n for n in names if save_id_of(n) or lease_save_id(n)}
+        # The record's name alone does not tell that it is a checkpoint of Shardkeep.
+        return [n for n in names if n not in own and not (own and n == RECORD)]
+    system = "another system"
     try:
-        if (path / RECORD).exists():
-            read_record(LocalStore(path))
-            own = {n for n in names if n == RECORD or save_id_of(n) or lease_save_id(n)}
-        else:
-            known = detect(path)
-            if known is None:
-                return names
-            system = known.SYSTEM
-            own = _files_of(path, known)
+        known = detect(path)
+        if known is None:
+            return names
+        system = known.SYSTEM
+        own = _files_of(path, known)
     except StorageError:
         raise
     except CheckpointError as error:

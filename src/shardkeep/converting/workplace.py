@@ -360,7 +360,9 @@ def put_back(destination: Path) -> None:
 def finished(destination: Path, request: str, kind: type[T]) -> T | None:
     """What `publish` was told as the `result` of the same `request`, if that is in its place.
 
-    The attempt was killed before it had cleaned up, which is done now.
+    The attempt was killed before it had cleaned up, which is done now. Where another request was,
+    or what is there is not what it made, that is an error: its source is the destination, and
+    would be what another attempt has made of it.
     """
     place = Workplace(destination, "", overwrite=True)
     with storage_errors(f"looking for what is left in {place.folder}"):
@@ -370,17 +372,37 @@ def finished(destination: Path, request: str, kind: type[T]) -> T | None:
         if held is None:
             return None
         try:
-            moved = _last_moved(_entries(_content(held))) or {}
-            if moved.get("request") != request or moved[_PUBLISHING] != _mark(destination):
-                return None
-            result = msgspec.convert(moved["result"], kind)
+            moved = _last_told(held)
+            if moved is None or moved[_PUBLISHING] == _mark(place.made):
+                return None  # nothing was moved, and the source is what it was
+            if moved["request"] != request or moved[_PUBLISHING] != _mark(destination):
+                raise _not_cleaned(place)
+            try:
+                result = msgspec.convert(moved["result"], kind)
+            except (ValueError, KeyError) as error:
+                raise _not_cleaned(place) from error
             LocalStore(destination.parent).sync_directory()  # before what it replaced is gone
             place._clean()
             return result
-        except (ValueError, KeyError):
-            return None
         finally:
             os.close(held)
+
+
+def _last_told(fd: int) -> dict[str, Any] | None:
+    """The last note that a result is on its way, if that says what was requested."""
+    try:
+        moved = _last_moved(_entries(_content(fd)))
+    except ValueError:
+        return None
+    return moved if moved is not None and "request" in moved else None
+
+
+def _not_cleaned(place: Workplace) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"a convert of {place.destination} onto itself was finished, and killed before it had "
+        f"cleaned up {place.folder}; this is not the same call, or something was changed since. "
+        f"Look at {place.destination}, then remove that folder."
+    )
 
 
 def _held(place: Workplace) -> int | None:
@@ -478,10 +500,11 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def fingerprint(path: Path) -> list[tuple[str, int, int, int, int, int]]:
+def fingerprint(path: Path) -> list[tuple[str, int, int, int, int]]:
     """What tells a source that was changed meanwhile: its files, their numbers, sizes and times.
 
-    The last time is that of any change: others can be set at will.
+    The last time is that of any change: others can be set at will. The number of the device is
+    left out: it is another one after a file system was mounted again.
     """
     found = []
     entries = [path] if path.is_file() else sorted(path.rglob("*"))
@@ -491,11 +514,12 @@ def fingerprint(path: Path) -> list[tuple[str, int, int, int, int, int]]:
             if entry.is_file():
                 name = entry.relative_to(path).as_posix()
                 times = stat.st_mtime_ns, stat.st_ctime_ns
-                found.append((name, stat.st_dev, stat.st_ino, stat.st_size, *times))
+                found.append((name, stat.st_ino, stat.st_size, *times))
     return found
 
 
 def _mark(path: Path) -> str:
     """What tells a result from all others, wherever it is moved: that is a change of a file."""
     files = [entry[:-1] for entry in fingerprint(path)]
-    return hashlib.sha256(repr((_identity(path), files)).encode()).hexdigest()
+    found = _identity(path)
+    return hashlib.sha256(repr((found and found[1], files)).encode()).hexdigest()

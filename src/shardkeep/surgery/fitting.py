@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether elements fit the type that surgery casts them to.
 
-Rounding is what a cast is for. An integer out of range, a number that would be infinite or NaN, and
-an infinity or NaN that would be a number are something else than what was stored.
+Rounding is what a cast is for. An integer out of range, a number that would be infinite or NaN, an
+infinity that would be NaN, and an infinity or NaN that would be a number are something else than
+what was stored.
 """
 
 from __future__ import annotations
@@ -68,10 +69,8 @@ def _unfit(typed: Array, source: DType, target: DType) -> Iterator[str]:
     for part in _parts(typed, source):
         ends = [part.min(), part.max()]
         if source.kind == "float" and not np.isfinite(ends).all():
-            finite = np.isfinite(part)
-            ends = [*part[~finite][:1]]
-            if finite.any():
-                ends += [part[finite].min(), part[finite].max()]
+            some = [part[test(part)] for test in (np.isnan, np.isinf, np.isfinite)]
+            ends = [end for each in some if each.size for end in (each.min(), each.max())]
         for end in ends:
             if not _holds(target, end.item()):
                 yield f"{end:g}" if source.kind == "float" else f"{end}"
@@ -101,7 +100,13 @@ def _holds(target: DType, value: float) -> bool:
         return True
     if target.kind == "int" or not _has_nan(target):
         return False
-    return math.isfinite(_rounded(target, value)) == math.isfinite(value)
+    return _sort(_rounded(target, value)) == _sort(value)
+
+
+def _sort(value: float) -> tuple[bool, bool, float]:
+    """Whether it is NaN or infinite, and its sign; that of a NaN means nothing."""
+    nan = math.isnan(value)
+    return nan, math.isinf(value), 0.0 if nan else math.copysign(1, value)
 
 
 @cache
@@ -109,8 +114,9 @@ def holds_all(target: DType, source: DType) -> bool:
     """Whether a cast from another type of its kind loses nothing, whatever the elements."""
     if source.kind == "complex":
         return holds_all(_real(target), _real(source))
-    nan = [math.nan] if source.kind == "float" and _has_nan(source) else []
-    return all(_holds(target, value) for value in (*_range(source), *nan))
+    odd = [-math.inf, math.inf, math.nan] if source.kind == "float" else []
+    values = (*_range(source), *(value for value in odd if _holds(source, value)))
+    return all(_holds(target, value) for value in values)
 
 
 def _real(dtype: DType) -> DType:
