@@ -1,20 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A flat state nested again, along the paths that torch and others keep."""
+"""A flat state nested again, along the paths that torch and others keep; and keys as those have
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
-from shardkeep.errors import FormatError
+from shardkeep.errors import FormatError, UnsupportedValueError
 
-__all__ = ["nested"]
+__all__ = ["items_by_text", "nested"]
 
 _GAPS = 10_000
 """Items that a list may lack."""
 _DEPTH = 64
 """Keys that a path may have."""
+
+
+def items_by_text(
+    state: Mapping[Any, Any], path: tuple[object, ...], system: str
+) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The items of a mapping at a path, with theirs, where a system makes text of keys; two keys of
+    one text are refused."""
+    texts: set[str] = set()
+    for key, item in state.items():
+        text = str(key)
+        inner = (*path, text)
+        if text in texts:
+            raise UnsupportedValueError(
+                f"{'.'.join(map(str, inner))}: two keys have this name in {system}, which makes "
+                "text of keys. Rename one."
+            )
+        texts.add(text)
+        yield inner, item
 
 
 def nested(

@@ -11,6 +11,7 @@ from shardkeep.dtypes import TABLE
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.foreign.layout import Elements, OutFile, Outline, OutTensor, Segment
 from shardkeep.foreign.layout import Literal as Known
+from shardkeep.foreign.nesting import items_by_text
 from shardkeep.foreign.pickling import Pickling, Written
 from shardkeep.foreign.safetensors_header import lay_out_entries
 from shardkeep.formats.hyper_parallel.metadata_files import GLOBAL
@@ -112,21 +113,14 @@ def _flattened(state: Any) -> dict[str, _Leaf]:
 
 def _walk(value: Any, path: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], Any]]:
     if isinstance(value, Mapping) and (value or not path):
-        texts: set[str] = set()
-        for key, inner in value.items():
+        for key in value:
             if type(key) not in (str, int):
                 raise UnsupportedValueError(
                     f"{'.'.join(map(str, path))} has the key {key!r}; HyperParallel keeps keys as "
                     "text"
                 )
-            text = str(key)
-            if text in texts:
-                raise UnsupportedValueError(
-                    f"two keys are both called {'.'.join(map(str, (*path, text)))} in "
-                    "HyperParallel's checkpoints, which keep keys as text; rename one"
-                )
-            texts.add(text)
-            yield from _walk(inner, (*path, text))
+        for below, inner in items_by_text(value, path, "HyperParallel"):
+            yield from _walk(inner, below)
     elif type(value) in (list, tuple) and _splits(value):
         for row, inner in enumerate(value):
             yield from _walk(inner, (*path, row))

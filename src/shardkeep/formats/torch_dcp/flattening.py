@@ -12,6 +12,7 @@ from typing import Any
 
 from shardkeep.errors import UnsupportedValueError
 from shardkeep.foreign.layout import OutTensor
+from shardkeep.foreign.nesting import items_by_text
 
 __all__ = ["flattened"]
 
@@ -38,16 +39,8 @@ def flattened(state: Any) -> dict[str, tuple[Path, Any]]:
 
 def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     if isinstance(value, Mapping) and (value or not path):
-        texts: set[str] = set()
-        for key, item in value.items():
-            text = key if type(key) is str else str(key)
-            if text in texts:
-                raise UnsupportedValueError(
-                    f"{'.'.join(map(str, (*path, text)))}: two keys have this name in "
-                    "torch.distributed.checkpoint, which makes text of keys. Rename one."
-                )
-            texts.add(text)
-            yield from _leaves(item, (*path, text))
+        for inner, item in items_by_text(value, path, "torch.distributed.checkpoint"):
+            yield from _leaves(item, inner)
     elif type(value) is list and _splits(value):
         for at, item in enumerate(value):
             yield from _leaves(item, (*path, at))
