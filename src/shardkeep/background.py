@@ -21,6 +21,7 @@ from concurrent.futures import wait as wait_all
 from typing import Literal, TypeAlias
 
 from shardkeep.behind import Handover, Run
+from shardkeep.collector import paused_collector
 from shardkeep.coordination import Coordinator
 from shardkeep.default_planner import DefaultSavePlanner
 from shardkeep.engine.arena import Arena
@@ -184,7 +185,8 @@ class Background:
             staging = saving.planner.staging
             unit = HOST_UNIT if staging is None else DEVICE_UNIT
             taken = Snapshot(held, self.arena, unit, _threads(saving.writer))
-            steps = plan_steps(taken, staging, kind, saving.planner)
+            with paused_collector():  # the program waits
+                steps = plan_steps(taken, staging, kind, saving.planner)
             run = Run(saving, plan, taken, steps, staging, self._compare, begun)
             inside.run = run
         self._last, self._run = run.handle, run
@@ -228,6 +230,7 @@ class Background:
             plan = saving.prepare()
             found: list[Held] = []
 
+            @paused_collector()
             def look(plan: SavePlan = plan, found: list[Held] = found) -> bytes:
                 try:
                     held = hold(plan, saving.planner, saving.writer.write_order(plan))

@@ -235,20 +235,32 @@ class Run:
         try:
             if self._staging is not None:
                 self._staging.be_quiet()
+            is_kept = False
             try:
                 with self._settled():
                     steps.follow()
+                    is_kept = steps.keep()
+                    if is_kept:
+                        self._let_go(steps)
                     for copying in steps.later:
                         self._copy(copying)
                     self._taken.wait()
             finally:
-                self._check_unchanged(steps)  # what else went wrong, went wrong by that
+                if not is_kept:
+                    self._check_unchanged(steps)  # what else went wrong, went wrong by that
             self._saving.release_state()
             self._complete()
             self._tell_staged()
         except BaseException as error:
             self._fail(error)
             self.handle.fail_staged(self._taken.error or error)
+
+    def _let_go(self, steps: Steps) -> None:
+        """Nothing of the caller's is read any more, nor kept."""
+        self._check_unchanged(steps)
+        steps.changed = tuple
+        self._saving.release_state()
+        self._tell_staged()
 
     def _check_unchanged(self, steps: Steps) -> None:
         changed = steps.changed()

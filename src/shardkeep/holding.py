@@ -278,6 +278,7 @@ class Holding:
         if self.trusted and not self._are_as_seen(self.look.tensor[numbers].tolist()):
             raise StalePlan
 
+    @paused_collector()
     def sources(self, numbers: Ints, boxes: Boxes) -> list[Source]:
         """The elements of parts of pieces, given by box; from any thread."""
         self.check(numbers)

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from shardkeep.arrays import StagedSource, Staging
+from shardkeep.arrays import Source, StagedSource, Staging
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.engine.snapshot import Copying, Mask, Snapshot
+from shardkeep.engine.snapshot import Copying, Held, Mask, Snapshot
 from shardkeep.memory import Spans
 from shardkeep.planner import SavePlanner
 
@@ -35,6 +35,9 @@ class Steps:
     """Has what another thread copies come after what the caller had asked of a device."""
     changed: Callable[[], Sequence[str]] = tuple
     """Names of what was copied late and is not what it was; asked once all is there."""
+    keep: Callable[[], bool] = lambda: False
+    """Has a device keep what is copied later as it is, on the thread that copies it; whether
+    nothing of the caller's is read from then on."""
     needs_state: bool = False
     """Whether what is copied later is read from the caller's arrays."""
 
@@ -53,13 +56,14 @@ def plan_steps(
         steps.later = [taken.expect(deferred, within=within)]
         steps.needs_state = bool(deferred.any())
         return steps
+    if deferred.any():
+        steps.follow = staging.here()
+        steps.needs_state = True
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, within, steps):
         return steps
     steps.now.append(taken.expect(~deferred, staging))
     if deferred.any():
         steps.later.append(taken.expect(deferred, staging, within=within))
-        steps.follow = staging.here()
-        steps.needs_state = True
     steps.before_writing = len(steps.now) + len(steps.later)
     return steps
 
@@ -69,17 +73,30 @@ def _duplicate(
 ) -> bool:
     """The arena takes long to make ready: has the device keep its chunks as they are meanwhile.
 
-    False if it has no room for that.
+    False if it has no room for those that are not deferred.
     """
-    sources = taken.held.planner.sources(taken.held.items, taken.held.rows)
-    on_device = np.array([isinstance(source, StagedSource) for source in sources], np.bool_)
+    held = taken.held
+    sources = held.planner.sources(held.items, held.rows[~deferred])
+    on_device = np.zeros(len(held.rows), np.bool_)
+    on_device[~deferred] = [isinstance(source, StagedSource) for source in sources]
     doubles = staging.duplicate([one for one in sources if isinstance(one, StagedSource)])
     if doubles is None:
         return False
     steps.now.append(taken.expect(~on_device & ~deferred, still=True))
     steps.later.append(taken.expect(on_device, staging, doubles))
-    steps.later.append(taken.expect(~on_device & deferred, within=within))
-    steps.needs_state = bool((~on_device & deferred).any())
-    if not steps.needs_state:
-        steps.changed = tuple
+    if deferred.any():
+        kept: list[Source] = []
+        steps.later.append(taken.expect(deferred, staging, kept, within=within))
+        steps.keep = lambda: _keep(held, staging, deferred, within, kept)
     return True
+
+
+def _keep(
+    held: Held, staging: Staging, deferred: Mask, within: Spans | None, kept: list[Source]
+) -> bool:
+    """The same for what is deferred, unless some of it is in host memory, which nobody keeps."""
+    sources = held.part(deferred, within=within).sources(0, int(deferred.sum()))
+    staged = [source for source in sources if isinstance(source, StagedSource)]
+    doubles = staging.duplicate(staged) if len(staged) == len(sources) else None
+    kept.extend(doubles or ())
+    return doubles is not None

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 import shardkeep
 from shardkeep.adapters import numpy_arrays
-from shardkeep.arrays import HostSink, HostSource, StagedSink, StagedSource
+from shardkeep.arrays import HostSink, HostSource, StagedSink, StagedSource, Stepped
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.pages import page_aligned
+from shardkeep.memory import address_of
 
 
 class Device:
@@ -311,3 +312,117 @@ def test_an_arena_made_ready_before_is_copied_to_at_once(tmp_path, device):
     np.testing.assert_array_equal(
         shardkeep.open(tmp_path / "a")["large"][...], np.arange(100_000.0)
     )
+
+
+class Owned:
+    """All arrays of two dimensions belong to an optimizer."""
+
+    def __init__(self, device, monkeypatch):
+        self.device = device
+        self.duplicate = device.duplicate
+        self.duplicated = []
+        self.may_duplicate = threading.Event()
+        self.may_arrive = threading.Event()
+        self.were_changed = False
+        monkeypatch.setattr(device, "duplicate", self.noted_duplicate)
+        monkeypatch.setattr(device, "arrival", lambda arrival=device.arrival: self.late(arrival()))
+        monkeypatch.setattr(numpy_arrays.NumpyArrays, "stepped", lambda _, values: self.of(values))
+
+    def of(self, values):
+        which = [value.ndim == 2 for value in values]
+        spans = np.array([[address_of(v), address_of(v) + v.nbytes] for v in values], np.uint64)
+        return Stepped(which, spans, lambda: [self.were_changed] * len(values), np.array(which))
+
+    def noted_duplicate(self, sources):
+        name = threading.current_thread().name
+        self.duplicated.append((name, len(sources)))
+        if name == "shardkeep-stage":
+            assert self.may_duplicate.wait(30)
+        return self.duplicate(sources)
+
+    def late(self, arrived):
+        return lambda: self.may_arrive.is_set() and arrived()
+
+
+@pytest.fixture
+def owned(device, monkeypatch):
+    found = Owned(device, monkeypatch)
+    yield found
+    found.may_duplicate.set()
+    found.may_arrive.set()
+
+
+def lazy_state():
+    weights = {str(n): np.full((50, 40 + n), n, np.int32) for n in range(9)}
+    return {"weights": weights, "counts": np.arange(70.0), "step": 3}
+
+
+def check_lazy(path, weights):
+    found = shardkeep.open(path)
+    for name, array in weights.items():
+        np.testing.assert_array_equal(found["weights"][name][...], array)
+    np.testing.assert_array_equal(found["counts"][...], np.arange(70.0))
+
+
+def test_a_first_lazy_save_leaves_it_to_a_thread_to_have_the_device_keep_weights(tmp_path, owned):
+    """The caller waits for none of them, and an optimizer only until the device has kept them."""
+    state = lazy_state()
+    expected = {name: array.copy() for name, array in state["weights"].items()}
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
+        state["counts"][:] = -1
+        assert owned.duplicated[0] == ("MainThread", 1)
+        assert not handle.staged.done()
+        owned.may_duplicate.set()
+        handle.wait_staged(30)  # though nothing has arrived
+        assert owned.duplicated[1:] == [("shardkeep-stage", 9)]
+        for array in state["weights"].values():
+            array[:] = -1
+        owned.were_changed = True
+        owned.may_arrive.set()
+        handle.result(60)
+    check_lazy(tmp_path / "a", expected)
+
+
+@pytest.mark.parametrize("what", ["no room", "some on the host"])
+def test_what_a_device_cannot_keep_is_waited_for(tmp_path, device, owned, monkeypatch, what):
+    state = lazy_state()
+    expected = {name: array.copy() for name, array in state["weights"].items()}
+    owned.may_duplicate.set()
+    keeps = owned.duplicate
+    monkeypatch.setattr(owned, "duplicate", lambda some: None if len(some) == 9 else keeps(some))
+    if what == "some on the host":
+        sources = numpy_arrays.NumpyArrays.sources
+        monkeypatch.setattr(
+            numpy_arrays.NumpyArrays,
+            "sources",
+            lambda self, v, w: (
+                [HostSource(s.array) for s in sources(self, v, w)]
+                if v.shape == (50, 43)
+                else sources(self, v, w)
+            ),
+        )
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
+        with pytest.raises(TimeoutError):
+            handle.wait_staged(0.3)
+        owned.may_arrive.set()
+        handle.wait_staged(30)
+        for array in state["weights"].values():
+            array[:] = -1
+        handle.result(60)
+    check_lazy(tmp_path / "a", expected)
+
+
+def test_weights_that_change_before_the_device_keeps_them_are_an_error(tmp_path, owned):
+    state = lazy_state()
+    owned.may_arrive.set()
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
+        owned.were_changed = True
+        owned.may_duplicate.set()
+        with pytest.raises(shardkeep.PlanError, match=r"weights\.0.*changed before"):
+            handle.wait_staged(30)
+        with pytest.raises(shardkeep.PlanError, match="changed before"):
+            handle.result(60)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]

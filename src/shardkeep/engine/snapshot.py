@@ -87,7 +87,8 @@ class Held:
         still: bool = False,
         within: Spans | None = None,
     ) -> Chunks:
-        """Some of them, as they lie in the arena, and what they hold if that is elsewhere.
+        """Some of them, as they lie in the arena, and what they hold if that is elsewhere: in
+        `sources`, unless these are still empty when it is looked up.
 
         With `still` nothing is changed until they are copied: where it is in host memory, which is
         quick to find, is all that need be known then. Else `within` says where each of all chunks
@@ -98,7 +99,7 @@ class Held:
 
         def find(first: int, last: int) -> Sequence[Source]:
             # Not all before the first is copied: a device is at work meanwhile.
-            if sources is not None:
+            if sources:
                 return sources[first:last]
             found = planner.sources(items, rows[first:last])
             if places is not None and not all(
