@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardkeep
-from shardkeep.engine import budget as engine
 from shardkeep.engine.budget import (
     MINIMUM_BUDGET,
     BufferPool,
@@ -114,25 +113,6 @@ def test_a_buffer_that_could_not_be_made_may_be_made_by_another(monkeypatch):
         pool.take()
     assert pool.take(wait=False) is not None
     assert pool.take(wait=False) is None
-
-
-def test_an_interrupt_leaves_nothing_that_another_save_waits_for(tmp_path, monkeypatch):
-    """It may arrive just when a semaphore has been taken, and is never given back then."""
-    interrupts = [KeyboardInterrupt] * 4
-
-    class Lossy(threading.Semaphore):
-        def __enter__(self):
-            super().__enter__()
-            if interrupts:
-                raise interrupts.pop()
-
-    monkeypatch.setattr(engine.threading, "Semaphore", Lossy)
-    state = {"a": np.arange(1000)}
-    for attempt in range(4):
-        with pytest.raises(KeyboardInterrupt):
-            shardkeep.save(state, tmp_path / str(attempt))
-    shardkeep.save(state, tmp_path / "last")
-    assert shardkeep.verify(tmp_path / "last").ok
 
 
 def test_spare_buffers_are_used_again():

@@ -20,7 +20,6 @@ from shardkeep.engine.digests import CONTENT_PIECE
 from shardkeep.engine.pages import HUGE_PAGE, page_aligned
 
 __all__ = [
-    "DIGESTING",
     "KEPT",
     "MINIMUM_BUDGET",
     "BufferPool",
@@ -36,9 +35,6 @@ MAXIMUM_DEFAULT = 1 << 30
 UNKNOWN = 4 << 30
 """Taken to be available where the system does not say."""
 LARGEST_UNIT = 4 << 20
-DIGESTING = 3
-"""Threads that digest block after block at the same time. The interpreter's lock is let go of for
-each block and taken again: more of them wait for it more than they digest."""
 SHARE = 4 << 20
 """The least one thread can work with."""
 KEPT = 16
@@ -55,7 +51,8 @@ def usable_cores(ranks_on_host: int = 1) -> int:
 
 
 def io_threads(ranks_on_host: int = 1) -> int:
-    """How many threads move bytes: few, and fewer where ranks share the machine."""
+    """How many threads move bytes: few, as each takes the interpreter's lock for every block that
+    it digests, and fewer where ranks share the machine."""
     return min(4, usable_cores(ranks_on_host))
 
 
@@ -193,9 +190,6 @@ class BufferPool:
         self._free: deque[tuple[Bytes, Callable[[], None] | None]] = deque()
         self._made = 0
         self._ready = threading.Condition()
-        # Of this pool: what an interrupt or a fork leaves taken is never waited for by another.
-        self.digesting = threading.Semaphore(DIGESTING)
-        """Held while a whole buffer is digested."""
 
     @contextlib.contextmanager
     def buffer(self) -> Iterator[Bytes]:

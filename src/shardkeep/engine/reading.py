@@ -19,7 +19,7 @@ import numpy as np
 from shardkeep.arrays import Bytes, HostPlaces, Sink, Staging
 from shardkeep.columns import Ints
 from shardkeep.engine.blocks import BlockFile
-from shardkeep.engine.budget import DIGESTING, BufferPool
+from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.delivery import Delivery
 from shardkeep.engine.pages import page_aligned
 from shardkeep.engine.parallel import Crew, run_in_order
@@ -134,8 +134,7 @@ class Reading:
         """
         cold = self.is_cold()
         fetchers = max(FETCHERS, self.threads) if cold else self.threads
-        # One more than can digest at the same time would have them wait for each other.
-        workers = min(self.threads, DIGESTING) if cold or self.staging else 0
+        workers = self.threads if cold or self.staging else 0
         if alone:
             fetchers, workers = 1, 0
         # One buffer for each thread, and where units are handed on, one waits for each fetcher.

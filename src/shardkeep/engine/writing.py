@@ -331,8 +331,7 @@ class _FileWriter:
 
     def _digest(self, low: int, rows: tuple[int, int], data: Bytes) -> None:
         block = self._layout.block
-        with self._pool.digesting:
-            found = self._algorithm.digests(data.data, block)
+        found = self._algorithm.digests(data.data, block)
         place = low // block * self._algorithm.size
         self._level1[place : place + len(found)] = found
         self._digest_content(low, rows, data)

@@ -40,7 +40,8 @@ BUFFERED_UNIT = 4 << 20
 STAGED_UNIT = 16 << 20
 """The same for what comes from a device: each costs some calls, and nothing is in a cache."""
 MOST_BUSY = 4
-"""Threads that fill and digest, and files written at the same time."""
+"""Threads that fill and digest, and files written at the same time: more of them wait for the
+interpreter, whose lock each takes for every block, more than they digest."""
 DISK_WRITERS = 3
 """Direct writes that wait for the disk at the same time, at least: one is done, others are next."""
 
