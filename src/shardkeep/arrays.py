@@ -93,8 +93,13 @@ class Staging(Protocol):
     def be_quiet(self) -> None:
         """What this thread asks of the device must not disturb what other threads ask of it."""
 
-    def duplicate(self, sources: Sequence[StagedSource]) -> Sequence[StagedSource] | None:
-        """The same elements, elsewhere on the device: done on return. None if there is no room."""
+    def duplicate(
+        self, sources: Sequence[StagedSource], beside: Sequence[StagedSource] = ()
+    ) -> Sequence[StagedSource] | None:
+        """The same elements, elsewhere on the device: done on return. None if there is no room.
+
+        `beside` are such as were made for the same save.
+        """
 
 
 class HostPlaces(NamedTuple):

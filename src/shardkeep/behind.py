@@ -173,9 +173,7 @@ class Run:
         if not steps.needs_state:
             self._saving.release_state()
         if any(len(copying.units) for copying in steps.later):
-            stager = threading.Thread(
-                target=self._take_rest, args=(steps,), name="shardkeep-stage", daemon=True
-            )
+            stager = threading.Thread(target=self._stage, name="shardkeep-stage", daemon=True)
             self._stager = stager
             stager.start()
         else:
@@ -231,36 +229,44 @@ class Run:
 
     # --- behind it
 
-    def _take_rest(self, steps: Steps) -> None:
+    def _stage(self) -> None:
         try:
-            if self._staging is not None:
-                self._staging.be_quiet()
-            is_kept = False
-            try:
-                with self._settled():
-                    steps.follow()
-                    is_kept = steps.keep()
-                    if is_kept:
-                        self._let_go(steps)
-                    for copying in steps.later:
-                        self._copy(copying)
-                    self._taken.wait()
-            finally:
-                if not is_kept:
-                    self._check_unchanged(steps)  # what else went wrong, went wrong by that
-            self._saving.release_state()
-            self._complete()
-            self._tell_staged()
+            self._take_rest(self._steps)
         except BaseException as error:
+            _clear_frames(error)  # they hold what a device has kept
             self._fail(error)
             self.handle.fail_staged(self._taken.error or error)
 
+    def _take_rest(self, steps: Steps) -> None:
+        if self._staging is not None:
+            self._staging.be_quiet()
+        is_kept = False
+        self._taken.check()
+        try:
+            with self._settled():
+                steps.follow()
+                is_kept = steps.keep()
+                if is_kept:
+                    self._let_go(steps)
+                for copying in steps.later:
+                    self._copy(copying)
+                self._taken.wait()
+        finally:
+            if not is_kept:
+                self._check_unchanged(steps)  # what else went wrong, went wrong by that
+        self._saving.release_state()
+        self._complete()
+        self._tell_staged()
+
     def _let_go(self, steps: Steps) -> None:
-        """Nothing of the caller's is read any more, nor kept."""
+        """Nothing of the caller's is read any more, nor kept. Whoever asked to be told may wait for
+        the save: so on a thread of its own."""
         self._check_unchanged(steps)
         steps.changed = tuple
         self._saving.release_state()
-        self._tell_staged()
+        told = threading.Thread(target=self._tell_staged, name="shardkeep-staged", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread any more: it is told when all is there
+            told.start()
 
     def _check_unchanged(self, steps: Steps) -> None:
         changed = steps.changed()

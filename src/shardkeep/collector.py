@@ -61,9 +61,12 @@ class _Threshold:
 class _Holder:
     """Who pauses the collector while a function runs."""
 
+    is_done = False
+
     def __del__(self) -> None:
-        """Also where an interrupt kept it from saying so."""
-        _threshold.release(self)
+        """Also where an interrupt kept it from saying so; else nothing, as one here is lost."""
+        if not self.is_done:
+            _threshold.release(self)
 
 
 _threshold = _Threshold()
@@ -83,6 +86,7 @@ def paused_collector() -> Iterator[None]:
         yield
     finally:
         _threshold.release(holder)
+        holder.is_done = True
 
 
 class CollectorPause:

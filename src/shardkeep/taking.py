@@ -5,19 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from shardkeep.arrays import Source, StagedSource, Staging
+from shardkeep.arrays import HostSource, Source, StagedSource, Staging
 from shardkeep.default_planner import DefaultSavePlanner
-from shardkeep.engine.snapshot import Copying, Held, Mask, Snapshot
+from shardkeep.engine.filling import Chunks
+from shardkeep.engine.snapshot import Copying, Mask, Snapshot
 from shardkeep.memory import Spans
 from shardkeep.planner import SavePlanner
 
 __all__ = ["SnapshotKind", "Steps", "plan_steps"]
 
 SnapshotKind: TypeAlias = Literal["eager", "lazy"]
+
+MOST_ON_HOST = 16 << 20
+"""Bytes of host memory that are copied beside what a device keeps."""
 
 
 @dataclass(eq=False)
@@ -50,7 +55,9 @@ def plan_steps(
     deferred, within = np.zeros(len(held.rows), np.bool_), None
     steps = Steps()
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
-        deferred, within, steps.changed = planner.deferrable(held.items, held.rows)
+        deferred, within, changed = planner.deferrable(held.items, held.rows)
+        if deferred.any():
+            steps.changed = changed
     if staging is None:
         steps.now = [taken.expect(~deferred, still=True)]
         steps.later = [taken.expect(deferred, within=within)]
@@ -87,16 +94,27 @@ def _duplicate(
     if deferred.any():
         kept: list[Source] = []
         steps.later.append(taken.expect(deferred, staging, kept, within=within))
-        steps.keep = lambda: _keep(held, staging, deferred, within, kept)
+        steps.keep = partial(_keep, held.part(deferred, within=within), staging, kept, doubles)
     return True
 
 
 def _keep(
-    held: Held, staging: Staging, deferred: Mask, within: Spans | None, kept: list[Source]
+    chunks: Chunks, staging: Staging, kept: list[Source], beside: Sequence[StagedSource]
 ) -> bool:
-    """The same for what is deferred, unless some of it is in host memory, which nobody keeps."""
-    sources = held.part(deferred, within=within).sources(0, int(deferred.sum()))
+    """The same for what is deferred. What of it is in host memory, as the steps that an optimizer
+    counts, is copied there, unless it is large: then none is kept."""
+    sources = chunks.sources(0, len(chunks.start))
     staged = [source for source in sources if isinstance(source, StagedSource)]
-    doubles = staging.duplicate(staged) if len(staged) == len(sources) else None
-    kept.extend(doubles or ())
-    return doubles is not None
+    on_host = [source for source in sources if not isinstance(source, StagedSource)]
+    plain = [source for source in on_host if type(source) is HostSource]
+    if len(plain) < len(on_host) or sum(source.array.nbytes for source in plain) > MOST_ON_HOST:
+        return False
+    doubles = staging.duplicate(staged, beside)
+    if doubles is None:
+        return False
+    copies = (HostSource(source.array.copy()) for source in plain)
+    of_device = iter(doubles)
+    kept.extend(
+        next(of_device) if isinstance(source, StagedSource) else next(copies) for source in sources
+    )
+    return True

@@ -6,7 +6,12 @@ is used too early holds something else.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gc
+import queue
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -14,11 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardkeep
+from shardkeep import taking
 from shardkeep.adapters import numpy_arrays
 from shardkeep.arrays import HostSink, HostSource, StagedSink, StagedSource, Stepped
 from shardkeep.engine.budget import BufferPool
 from shardkeep.engine.pages import page_aligned
 from shardkeep.memory import address_of
+from shardkeep.stores.local import WriteFile
 
 
 class Device:
@@ -88,6 +95,7 @@ class Device:
                     for copy in copies:
                         copy()
                         self.late += 1
+                    copies.clear()
                     done.append(True)
 
         def wait_for_all():
@@ -121,7 +129,7 @@ class Device:
     def here(self):
         return lambda: None
 
-    def duplicate(self, sources):
+    def duplicate(self, sources, beside=()):
         if not self.has_room:
             return None
         return [Source(source.array.copy()) for source in sources]
@@ -333,8 +341,9 @@ class Owned:
         spans = np.array([[address_of(v), address_of(v) + v.nbytes] for v in values], np.uint64)
         return Stepped(which, spans, lambda: [self.were_changed] * len(values), np.array(which))
 
-    def noted_duplicate(self, sources):
+    def noted_duplicate(self, sources, beside=()):
         name = threading.current_thread().name
+        self.beside = len(beside)
         self.duplicated.append((name, len(sources)))
         if name == "shardkeep-stage":
             assert self.may_duplicate.wait(30)
@@ -376,6 +385,7 @@ def test_a_first_lazy_save_leaves_it_to_a_thread_to_have_the_device_keep_weights
         owned.may_duplicate.set()
         handle.wait_staged(30)  # though nothing has arrived
         assert owned.duplicated[1:] == [("shardkeep-stage", 9)]
+        assert owned.beside == 1
         for array in state["weights"].values():
             array[:] = -1
         owned.were_changed = True
@@ -384,24 +394,28 @@ def test_a_first_lazy_save_leaves_it_to_a_thread_to_have_the_device_keep_weights
     check_lazy(tmp_path / "a", expected)
 
 
-@pytest.mark.parametrize("what", ["no room", "some on the host"])
+def on_the_host(monkeypatch, shape):
+    """Arrays of this shape are in plain memory."""
+    adapter = numpy_arrays.NumpyArrays
+    sources = adapter.sources
+
+    def of(self, value, where):
+        found = sources(self, value, where)
+        return [HostSource(s.array) for s in found] if value.shape == shape else found
+
+    monkeypatch.setattr(adapter, "sources", of)
+
+
+@pytest.mark.parametrize("what", ["no room", "much on the host"])
 def test_what_a_device_cannot_keep_is_waited_for(tmp_path, device, owned, monkeypatch, what):
     state = lazy_state()
     expected = {name: array.copy() for name, array in state["weights"].items()}
     owned.may_duplicate.set()
     keeps = owned.duplicate
     monkeypatch.setattr(owned, "duplicate", lambda some: None if len(some) == 9 else keeps(some))
-    if what == "some on the host":
-        sources = numpy_arrays.NumpyArrays.sources
-        monkeypatch.setattr(
-            numpy_arrays.NumpyArrays,
-            "sources",
-            lambda self, v, w: (
-                [HostSource(s.array) for s in sources(self, v, w)]
-                if v.shape == (50, 43)
-                else sources(self, v, w)
-            ),
-        )
+    if what == "much on the host":
+        on_the_host(monkeypatch, (50, 43))
+        monkeypatch.setattr(taking, "MOST_ON_HOST", 50 * 43 * 4 - 1)
     with shardkeep.Checkpointer() as keeper:
         handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
         with pytest.raises(TimeoutError):
@@ -412,6 +426,108 @@ def test_what_a_device_cannot_keep_is_waited_for(tmp_path, device, owned, monkey
             array[:] = -1
         handle.result(60)
     check_lazy(tmp_path / "a", expected)
+
+
+def test_what_an_optimizer_has_on_the_host_is_kept_beside(tmp_path, owned, monkeypatch):
+    """As the steps that Adam counts: one of those would have the next step wait for the arena."""
+    on_the_host(monkeypatch, (50, 43))
+    state = lazy_state()
+    expected = {name: array.copy() for name, array in state["weights"].items()}
+    owned.may_duplicate.set()
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save(state, tmp_path / "a", snapshot="lazy")
+        handle.wait_staged(30)
+        assert owned.duplicated[1:] == [("shardkeep-stage", 8)]
+        for array in state["weights"].values():
+            array[:] = -1
+        owned.may_arrive.set()
+        handle.result(60)
+    check_lazy(tmp_path / "a", expected)
+
+
+def test_whoever_is_told_that_the_state_may_change_may_wait_for_the_save(tmp_path, owned):
+    owned.may_arrive.set()
+    found = queue.SimpleQueue()
+    with shardkeep.Checkpointer() as keeper:
+        handle = keeper.async_save(lazy_state(), tmp_path / "a", snapshot="lazy")
+        handle.staged.add_done_callback(lambda _: found.put(handle.result(10)))
+        owned.may_duplicate.set()
+        assert found.get(timeout=10) is handle.result(10)
+
+
+def test_nothing_of_a_state_is_held_once_it_may_change(tmp_path, owned, monkeypatch):
+    """Neither where all was kept by the device, nor where nothing belongs to an optimizer."""
+    owned.may_duplicate.set()
+    for own in (True, False):
+        owned.may_arrive.clear()
+        state = {"weights": np.ones((50, 40)), "counts": np.ones(7)}
+        if not own:
+            state["weights"] = np.ones(50)
+        held = [weakref.ref(array) for array in state.values()]
+        with shardkeep.Checkpointer() as keeper:
+            handle = keeper.async_save(state, tmp_path / str(own), snapshot="lazy")
+            handle.wait_staged(30)
+            del state
+            gc.collect()
+            assert [array for array in held if array() is not None] == []
+            owned.may_arrive.set()
+            handle.result(60)
+
+
+def test_a_device_need_not_keep_what_a_save_had_that_has_ended(
+    tmp_path, device, owned, monkeypatch
+):
+    may_begin = threading.Event()
+    monkeypatch.setattr(device, "be_quiet", lambda: may_begin.wait(30))
+    owned.may_duplicate.set()
+    owned.may_arrive.set()
+    with shardkeep.Checkpointer() as keeper:
+        with broken_disk(monkeypatch):
+            handle = keeper.async_save(lazy_state(), tmp_path / "a", snapshot="lazy")
+            with pytest.raises(shardkeep.StorageError):
+                handle.result(60)
+        may_begin.set()
+        keeper.async_save(lazy_state(), tmp_path / "b").result(60)
+    assert ("shardkeep-stage", 9) not in owned.duplicated
+    check_lazy(tmp_path / "b", lazy_state()["weights"])
+
+
+@contextlib.contextmanager
+def broken_disk(monkeypatch, may_fail=None):
+    def allocate(self, nbytes):
+        assert may_fail is None or may_fail.wait(30)
+        raise OSError(errno.ENOSPC, "nothing left")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(WriteFile, "allocate", allocate)
+        yield
+
+
+def test_a_save_that_has_failed_holds_nothing(tmp_path, owned, monkeypatch):
+    """The device had kept its chunks by then; the error that is kept has seen them."""
+    doubles, may_fail = [], threading.Event()
+    keeps = owned.duplicate
+
+    def noted(sources):
+        found = keeps(sources)
+        doubles.extend(weakref.ref(source.array) for source in found)
+        return found
+
+    monkeypatch.setattr(owned, "duplicate", noted)
+    owned.may_duplicate.set()
+    with shardkeep.Checkpointer() as keeper:
+        with broken_disk(monkeypatch, may_fail):
+            handle = keeper.async_save(lazy_state(), tmp_path / "a", snapshot="lazy")
+            handle.wait_staged(30)
+            assert len(doubles) == 10
+            may_fail.set()
+            with pytest.raises(shardkeep.StorageError):
+                handle.result(60)
+        for thread in threading.enumerate():
+            if thread.name == "shardkeep-stage":
+                thread.join(30)
+        gc.collect()
+        assert [array for array in doubles if array() is not None] == []
 
 
 def test_weights_that_change_before_the_device_keeps_them_are_an_error(tmp_path, owned):

@@ -187,15 +187,16 @@ class PinnedStaging:
         if runtime is not None:
             runtime.cudaThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
-    def duplicate(self, sources: Sequence[StagedSource]) -> Sequence[StagedSource] | None:
+    def duplicate(
+        self, sources: Sequence[StagedSource], beside: Sequence[StagedSource] = ()
+    ) -> Sequence[StagedSource] | None:
         """Only where as much again stays free: the program may be about to need it."""
         ours = [source for source in sources if isinstance(source, DeviceSource)]
         assert len(ours) == len(sources)
-        need: Counter[torch.device] = Counter()
-        for source in ours:
-            need[source.tensor.device] += source.tensor.nbytes
+        need, again = _bytes_of(sources), _bytes_of(beside)
         for device, nbytes in need.items():
-            if device.type == "cuda" and 2 * nbytes > torch.cuda.mem_get_info(device)[0]:
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2 * nbytes
+            if 2 * nbytes + again[device] > free:
                 return None
         out = []
         try:
@@ -209,6 +210,14 @@ class PinnedStaging:
         finally:
             _finish_copies()
         return out
+
+
+def _bytes_of(sources: Sequence[StagedSource]) -> Counter[torch.device]:
+    found: Counter[torch.device] = Counter()
+    for source in sources:
+        assert isinstance(source, DeviceSource)
+        found[source.tensor.device] += source.tensor.nbytes
+    return found
 
 
 PINNED = PinnedStaging()

@@ -16,7 +16,7 @@ __all__ = ["guard"]
 
 
 def guard(optimizer: torch.optim.Optimizer, handle: SaveHandle) -> None:
-    """Have the next `optimizer.step()` wait until the snapshot of a lazy save is complete.
+    """Have the next `optimizer.step()` wait until the state may change after a lazy save.
 
     With `async_save(..., snapshot="lazy")`, parameters and optimizer state are copied while forward
     and backward go on; this makes the step, which changes them, wait for what is left of that. A
