@@ -749,3 +749,99 @@ def test_what_is_waited_for_is_copied_once_there_are_threads(places, threadless)
         threading.Timer(0.2, threadless.set).start()
         assert manager.wait_copied(timeout=60)
         assert numbers(root) == [1]
+
+
+# --- a fast tier that does not answer for a moment
+
+
+class Unread:
+    """The record of a step of the fast tier cannot be read, so many times, or by nobody."""
+
+    def __init__(self, monkeypatch, fast, step):
+        self.left = 0
+        plain = LocalStore.stat
+
+        def stat(store, name=""):
+            if self.left and (str(store.root), name) == (str(fast), f"step-{step}/checkpoint.json"):
+                self.left -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return plain(store, name)
+
+        monkeypatch.setattr(LocalStore, "stat", stat)
+
+
+def test_a_step_that_cannot_be_read_once_is_waited_for_all_the_same(places, gate, monkeypatch):
+    """It was taken for none, and its copy for one that nobody wants."""
+    fast, root = places
+    unread = Unread(monkeypatch, fast, 2)
+    with CheckpointManager(root, fast=fast) as manager:
+        gate.open.set()
+        manager.save(1, state(1))
+        assert manager.wait_copied()
+        for wanted in (None, 2):
+            gate.open.clear()
+            manager.save(2, state(2), overwrite=True)
+            opening = threading.Timer(0.3, gate.open.set)
+            opening.start()
+            unread.left = 1
+            assert manager.wait_copied(wanted)
+            assert numbers(root) == [1, 2]
+            assert (
+                shardkeep.open(root / "step-2").save_id == shardkeep.open(fast / "step-2").save_id
+            )
+            opening.join()
+
+
+@pytest.mark.parametrize("wanted", [None, 2])
+def test_a_step_that_cannot_be_read_at_all_is_told_of(places, monkeypatch, caplog, wanted):
+    fast, root = places
+    unread = Unread(monkeypatch, fast, 2)
+    manager = CheckpointManager(root, fast=fast)
+    manager.save(1, state(1))
+    assert manager.wait_copied()
+    with monkeypatch.context() as patched:
+        patched.setattr(copier, "copy_step", refuses)
+        manager.save(2, state(2))
+        unread.left = 10**9
+        for _ in range(2):
+            with pytest.raises(StorageError, match=r"step-2.*cannot be read|nobody copies"):
+                manager.wait_copied(wanted)
+        with pytest.raises(StorageError, match=r"not known: step-2.*cannot be read"):
+            manager.wait_copied(wanted)
+        with pytest.raises(StorageError, match=r"step-2.*cannot be read"):
+            manager.close()
+    assert numbers(root) == [1]
+    unread.left = 0
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.should_save(3)
+        assert manager.wait_copied()
+    assert numbers(root) == [1, 2]
+
+
+def refuses(*args, **options):
+    raise StorageError("nobody copies")
+
+
+def test_an_old_step_that_cannot_be_read_keeps_nobody_waiting(places, monkeypatch):
+    fast, root = places
+    unread = Unread(monkeypatch, fast, 1)
+    with CheckpointManager(root, keep=2, fast=FastTier(fast, keep=5)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            assert manager.wait_copied()
+        unread.left = 10**9
+        assert manager.wait_copied()
+        manager.save(4, state(4))
+        assert manager.wait_copied()
+
+
+def test_what_cannot_be_read_just_now_does_not_leave_the_fast_tier(places, gate, monkeypatch):
+    fast, root = places
+    unread = Unread(monkeypatch, fast, 1)
+    with CheckpointManager(root, fast=fast) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+        unread.left = 10**9
+        assert 1 in manager._upkeep._spared_fast()
+        unread.left = 0
+        gate.open.set()

@@ -260,16 +260,16 @@ def test_who_waits_for_a_copy_hears_of_damage_that_is_found_just_then(places, mo
     assert damaged.reached.wait(60)
     damage(fast, 1)
     upkeep = manager._upkeep
-    plain = upkeep.waiting
+    plain = upkeep._uncopied
 
-    def waiting():
+    def uncopied():
         if threading.current_thread() is threading.main_thread():
             damaged.go.set()
             while not upkeep.copier.damaged:
                 time.sleep(0.01)
         return plain()
 
-    monkeypatch.setattr(upkeep, "waiting", waiting)
+    monkeypatch.setattr(upkeep, "_uncopied", uncopied)
     with pytest.raises(CorruptionError, match="differs from its digest"):
         manager.wait_copied(1, timeout=60)
     manager.close()

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardkeep.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from shardkeep.manager.copier import Copier
@@ -31,6 +31,24 @@ FAST_STALE_S = 120.0
 what it is silent: there is little room there, and only one job saves."""
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 1.0
+UNREAD_LOOKS = 5
+"""In a row at a step that cannot be read, before whoever waits for its copy is told."""
+
+
+class _Look(NamedTuple):
+    """What was seen of both tiers."""
+
+    wanted: list[Step]
+    """What the durable root is to have."""
+    durable: list[Step]
+    """What it has."""
+    unread: list[DamagedStep]
+    """What the fast tier has and could not be read just now, which says nothing of its bytes."""
+
+
+def _unread_error(unread: Sequence[DamagedStep]) -> StorageError:
+    texts = "; ".join(bad.problem for bad in unread)
+    return StorageError(f"whether it is copied is not known: {texts}", transient=True)
 
 
 class Upkeep:
@@ -166,8 +184,8 @@ class Upkeep:
             found = found | self.copier.damaged
         return found
 
-    def _look_at_both(self) -> tuple[list[Step], list[Step]]:
-        """What the durable root is to have; and what it has, the fast tier looked at first."""
+    def _look_at_both(self) -> _Look:
+        """Both tiers, the fast one first."""
         fast = self._tiers.first
         pinned = fast.pins.held()
         listed, durable = self._tiers.look_at_each()
@@ -179,22 +197,39 @@ class Upkeep:
         }
         steps = joined(ready, self._sound(self._tiers.durable, durable.steps))
         chosen = wanted(steps, self._keep, time.time(), {*self._spared(), *held})
-        return chosen, list(durable.steps)
+        unread = [bad for bad in listed.damaged if bad.kind == StorageError.__name__]
+        return _Look(chosen, list(durable.steps), unread)
 
     def _sound(self, tier: Tier, steps: Iterable[Step]) -> list[Step]:
         damaged = self._damaged_in(tier)
         return [step for step in steps if step.save_id not in damaged]
 
     def waiting(self) -> list[Step]:
-        """What is to be copied, the newest first."""
+        """What is to be copied, the newest first, as far as it can be read."""
+        return self._uncopied()[0]
+
+    def _uncopied(self) -> tuple[list[Step], list[DamagedStep]]:
+        """What is to be copied, the newest first; and what may have to be, as it is newer than all
+        that the durable root has, or of this run, and could not be read just now."""
         if self.copier is None:
-            return []
-        return uncopied(*self._look_at_both())
+            return [], []
+        look = self._look_at_both()
+        with self._noting:
+            unsafe = {step for save_id, step in self._line.items() if save_id not in self._safe}
+        newest = max((step.step for step in look.durable), default=-1)
+        unread = [bad for bad in look.unread if bad.step > newest or bad.step in unsafe]
+        return uncopied(look.wanted, look.durable), unread
 
     def _ready(self) -> list[Step]:
         """What is to be copied and is not being saved again just now."""
-        busy = self._busy()
-        return [step for step in self.waiting() if step.step not in busy]
+        for _ in range(UNREAD_LOOKS):
+            busy = self._busy()
+            waiting, unread = self._uncopied()
+            ready = [step for step in waiting if step.step not in busy]
+            if ready or not unread:
+                return ready
+            time.sleep(FIRST_LOOK_S)
+        raise _unread_error(unread)
 
     def _counts(self, step: Step) -> bool:
         """Whether a save in the fast tier is there now, and the durable one has no later one."""
@@ -208,13 +243,14 @@ class Upkeep:
     def _spared_fast(self) -> set[int]:
         """What is to be copied, is being copied, or has no other copy that is known to be sound."""
         assert self.copier is not None
-        chosen, there = self._look_at_both()
-        if there:
+        look = self._look_at_both()
+        if look.durable:
             self._sync_durable()
         current = self.copier.current
         copying = set() if current is None else {current.step}
-        left = uncopied(chosen, self._sound(self._tiers.durable, there))
-        return {*self._spared(), *copying, *(step.step for step in left)}
+        left = uncopied(look.wanted, self._sound(self._tiers.durable, look.durable))
+        unread = {bad.step for bad in look.unread}
+        return {*self._spared(), *copying, *unread, *(step.step for step in left)}
 
     def _spared_durable(self) -> set[int]:
         if self.copier is None:
@@ -222,7 +258,7 @@ class Upkeep:
         # Until what was saved last is copied, the run would go on from what was copied last.
         with self._noting:
             last = [step for save_id, step in self._line.items() if save_id in self._safe][-1:]
-        return {*self._spared(), *last, *(step.step for step in self._look_at_both()[0])}
+        return {*self._spared(), *last, *(step.step for step in self._look_at_both().wanted)}
 
     # --- what the run asks
 
@@ -278,20 +314,24 @@ class Upkeep:
         more. `advance` tells those who wait for its word that it goes on.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        pause = FIRST_LOOK_S
+        pause, looks = FIRST_LOOK_S, 0
         while True:
-            waiting = self.waiting()
+            waiting, unread = self._uncopied()
+            unread = [bad for bad in unread if step in (None, bad.step)]
+            looks = looks + 1 if unread else 0
             if self.copier is not None:
                 # Now, not before: what was found damaged meanwhile is not waited for any more.
                 self.copier.raise_unseen()
                 if waiting and self.copier.is_begun:
                     # Somebody took them from the durable root, or there was no thread to be had.
                     self.copier.poke()
-            if step is None and not waiting:
+            if looks == UNREAD_LOOKS:
+                raise _unread_error(unread)
+            if step is None and not waiting and not unread:
                 self._miss_nothing()
                 self._sync_durable()
                 return True
-            if step is not None and all(each.step != step for each in waiting):
+            if step is not None and not unread and all(each.step != step for each in waiting):
                 return self._is_durable(step)
             left = pause if deadline is None else deadline - time.monotonic()
             if left <= 0:
