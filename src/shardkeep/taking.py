@@ -57,19 +57,17 @@ def plan_steps(
     if kind == "lazy" and isinstance(planner, DefaultSavePlanner):
         deferred, within, changed = planner.deferrable(held.items, held.rows)
         if deferred.any():
-            steps.changed = changed
+            steps.changed, steps.needs_state = changed, True
     if staging is None:
         steps.now = [taken.expect(~deferred, still=True)]
         steps.later = [taken.expect(deferred, within=within)]
-        steps.needs_state = bool(deferred.any())
         return steps
-    if deferred.any():
+    if steps.needs_state:
         steps.follow = staging.here()
-        steps.needs_state = True
     if not taken.is_ready(staging) and _duplicate(taken, staging, deferred, within, steps):
         return steps
     steps.now.append(taken.expect(~deferred, staging))
-    if deferred.any():
+    if steps.needs_state:
         steps.later.append(taken.expect(deferred, staging, within=within))
     steps.before_writing = len(steps.now) + len(steps.later)
     return steps
@@ -91,7 +89,7 @@ def _duplicate(
         return False
     steps.now.append(taken.expect(~on_device & ~deferred, still=True))
     steps.later.append(taken.expect(on_device, staging, doubles))
-    if deferred.any():
+    if steps.needs_state:
         kept: list[Source] = []
         steps.later.append(taken.expect(deferred, staging, kept, within=within))
         steps.keep = partial(_keep, held.part(deferred, within=within), staging, kept, doubles)

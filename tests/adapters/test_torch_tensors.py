@@ -309,6 +309,13 @@ def test_what_can_be_duplicated_is_a_copy_of_its_own():
     assert copy.tensor.tolist() == [[0, 3], [1, 4], [2, 5]]
 
 
+def test_memory_of_the_host_has_room_beside_what_was_duplicated():
+    source = DeviceSource(torch.ones(2, dtype=torch.complex64).conj(), lookup("complex64"))
+    done = Unpinned().duplicate([source])
+    (copy,) = Unpinned().duplicate([source], done)
+    assert copy.tensor.tolist() == [1, 1]
+
+
 def small_part(tensor, kind="float32"):
     sink = DeviceSink(tensor) if isinstance(tensor, torch.Tensor) else tensor
     return SmallPart(0, 4, sink, 8, lookup(kind), 0)

@@ -195,8 +195,8 @@ class PinnedStaging:
         assert len(ours) == len(sources)
         need, again = _bytes_of(sources), _bytes_of(beside)
         for device, nbytes in need.items():
-            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 2 * nbytes
-            if 2 * nbytes + again[device] > free:
+            wanted = 2 * nbytes + again[device]
+            if device.type == "cuda" and wanted > torch.cuda.mem_get_info(device)[0]:
                 return None
         out = []
         try:
